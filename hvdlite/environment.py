@@ -129,7 +129,7 @@ SECONDS_OR_NEVER = Format("seconds, or 0", _seconds_or_never)
 PERCENT_OR_NEVER = Format("percent, or 0", _percent_or_never)
 LEVEL = Format("`trace` to `fatal`", _level)
 FILE = Format("a file")
-TIMELINE = Format(f"a file, or `{DYNAMIC}`")
+TIMELINE = Format(f"a file, a directory, or `{DYNAMIC}`")
 NUMBER = Format("a number")
 
 
@@ -215,7 +215,8 @@ class Environment:
             "TIMELINE",
             TIMELINE,
             "–",
-            "the timeline is written to it; `DYNAMIC`: when the program calls `hvd.start_timeline`",
+            "the timeline is written to it, a directory gets a file for each rank; `DYNAMIC`: when the program calls "
+            "`hvd.start_timeline`",
         ),
     )
     stall_check: bool = field(

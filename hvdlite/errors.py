@@ -8,6 +8,7 @@ The exception classes that hvdlite raises, and helpers that every package uses f
     ├── GradientError          gradients were computed or zeroed at a time that would lose some of them
     ├── UnsupportedError       the operation cannot be done on such a tensor, or by that reduction op
     ├── WorkerRemovedError     this worker's host has been removed from an elastic job
+    ├── StateLostError         the ranks of an elastic job that had the state of its training are lost
     └── CommunicationError     a collective failed or timed out
         └── PeerLostError      ... because another rank has ended
 
@@ -72,6 +73,10 @@ class WorkerRemovedError(HvdliteError, SystemExit):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.code = 0
+
+
+class StateLostError(HvdliteError):
+    """A new rank of an elastic job has not got the state of the training: the rank that was to send it was lost."""
 
 
 class CommunicationError(HvdliteError):

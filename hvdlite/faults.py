@@ -3,8 +3,9 @@
 
     point("vote") ── no faults: returns ── a fault is due here: ask hvdlite-run ── yes: the fault
 
-Modules that take part in a step call `point`, which costs one look at a variable without faults. `runtime.bootstrap`
-calls `arm` in the first `hvd.init` of a worker with faults. docs/chaos.md lists the kinds and the points.
+Modules that take part in a step call `point`, which costs one look at a variable without faults.
+`runtime.elastic_world` calls `arm` in the first `hvd.init` of a worker with faults. docs/chaos.md lists the kinds and
+the points.
 """
 
 from __future__ import annotations
@@ -33,16 +34,26 @@ class Fault:
 class _Armed:
     """This process's faults, and the number of its optimizer steps so far."""
 
-    def __init__(self, faults: list[Fault], may_begin: Callable[[int, int], bool]) -> None:
+    def __init__(
+        self, faults: list[Fault], may_begin: Callable[[int, int], bool], cut_links: Callable[[], int]
+    ) -> None:
         self._faults = faults
         self._may_begin = may_begin
+        self._cut_links = cut_links
         self._steps = 0
 
     def pass_point(self, name: str) -> None:
         for fault in self._faults:
             if fault.point == name and fault.step <= self._steps and self._may_begin(fault.index, self._steps):
                 self._faults.remove(fault)
-                _begin(fault.kind, f"{name!r} in step {self._steps}")
+                where = f"{name!r} in step {self._steps}"
+                if fault.kind != "link":
+                    _begin(fault.kind, where)
+                elif not self._cut_links():
+                    raise RuntimeError(
+                        f"hvdlite-run --chaos: link at {where}: this worker has no connection to another host to cut: "
+                        "name a worker of a job over several hosts, and a point at which it is connected"
+                    )
         if name == "stepped":
             self._steps += 1
 
@@ -56,14 +67,16 @@ def point(name: str) -> None:
         _armed.pass_point(name)
 
 
-def arm(text: str, may_begin: Callable[[int, int], bool]) -> None:
+def arm(text: str, may_begin: Callable[[int, int], bool], cut_links: Callable[[], int]) -> None:
     """Sets this process's faults, once, from a text such as ``kill@vote:7,segv@voted:9``.
 
-    ``may_begin(index, step)`` asks hvdlite-run whether a fault may happen now.
+    ``may_begin(index, step)`` asks hvdlite-run whether a fault may happen now. ``cut_links`` cuts the connections to
+    other hosts, and returns how many.
     """
     global _armed  # noqa: PLW0603 - read at every point, which must cost nothing without faults
     if _armed is None:
-        _armed = _Armed([_read(index, item) for index, item in enumerate(text.split(","))], may_begin)
+        faults = [_read(index, item) for index, item in enumerate(text.split(","))]
+        _armed = _Armed(faults, may_begin, cut_links)
 
 
 def _read(index: int, item: str) -> Fault:

@@ -34,7 +34,7 @@ from .ops.batch_norm import SyncBatchNorm
 from .ops.broadcast import broadcast_object, broadcast_parameters
 from .optim.optimizer import DistributedOptimizer
 from .optim.optimizer_state import broadcast_optimizer_state
-from .runtime.world import cross_rank, cross_size, init, local_rank, local_size, rank, size
+from .runtime.world import cross_rank, cross_size, init, is_initialized, local_rank, local_size, rank, size
 from .values import shown
 
 __all__ = ["HvdliteEnvironment", "HvdliteStrategy"]
@@ -182,7 +182,8 @@ class HvdliteStrategy(_ParallelStrategy):  # type: ignore[misc]  # of type Any: 
 
     @property
     def num_nodes(self) -> int:
-        return cross_size()
+        # Lightning looks for it before it calls `set_world_ranks`.
+        return cross_size() if is_initialized() else 1
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:

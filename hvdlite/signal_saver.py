@@ -23,7 +23,7 @@ from .comm.reduce_op import Max
 from .control.handle import Handle
 from .log import log
 from .ops.api import allreduce_async, barrier
-from .runtime.bootstrap import World
+from .runtime.make_world import World
 from .runtime.world import current_world
 
 _NAME = "hvdlite.save_on_signal"
@@ -101,9 +101,16 @@ class SignalSaver:
         # No rank ends, and no job begins anew, before all have saved.
         barrier()
         if self._slurm_job and current_world().topology.rank == 0:
-            command = ["scontrol", "requeue", self._slurm_job]
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=_REQUEUE_TIMEOUT_S, check=False)
-            if ended.returncode:
-                log.error("all ranks have saved, but %s failed: %s", " ".join(command), ended.stderr.strip())
+            self._requeue()
         self.close()
         raise SystemExit(0)
+
+    def _requeue(self) -> None:
+        command = ["scontrol", "requeue", self._slurm_job]
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=_REQUEUE_TIMEOUT_S, check=False)
+            why = ended.stderr.strip() if ended.returncode else None
+        except (OSError, subprocess.SubprocessError) as error:  # it cannot be started any more, or hangs
+            why = str(error)
+        if why is not None:
+            log.error("all ranks have saved, but %s failed: %s", " ".join(command), why)

@@ -34,6 +34,10 @@ class JobError(LauncherError):
     """Raised by `run` when its job failed and there is no exception of the function that could be raised instead."""
 
 
+class JobEndsError(LauncherError):
+    """The hvdlite-run that was asked gives no answer, as its job is ending; it may be about to restart it."""
+
+
 class ProtocolError(LauncherError):
     """The other end of a connection sent bytes or messages that are not allowed."""
 

@@ -14,12 +14,16 @@ from typing import Any
 
 import hypothesis
 import pytest
+from few_cases import pytest_collection_modifyitems
 
 # Turns off PyTorch's flight recorder. In 2.11 it notes every collective in a map without a lock, which is unsafe here,
 # because ranks are threads.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 import hvdlite as hvd
+
+# A hook of pytest is whatever has its name here.
+__all__ = ["pytest_collection_modifyitems"]
 
 # With pytest-xdist, all tests of such a file run one after the other in one process.
 ONE_AFTER_THE_OTHER = {

@@ -10,6 +10,7 @@ import pytest
 
 from hvdlite import files
 from hvdlite.timeline import parts
+from hvdlite.timeline.destination import FilePerRank, OneFile
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes what is another user's")
 OTHER = 54321
@@ -91,16 +92,18 @@ def test_another_users_link_is_named_and_not_written_through(tree, path):
 @pytest.mark.usefixtures("tree", "_as_user")
 def test_a_timeline_is_written_through_none_of_another_users_links(tree):
     with pytest.raises(OSError, match="symbolic link of another user"):
-        parts.prepare(tree / "way" / "t.json")
+        OneFile(tree / "way" / "t.json").prepare()
+    with pytest.raises(OSError, match="symbolic link of another user"):
+        FilePerRank(tree / "way" / "traces", 1).prepare()
     # One of the names that a timeline uses beside its own.
     for name in ("t.json.unfinished", "t.json.rank.0.part"):
         (tree / "file").rename(tree / name)
         if name.endswith(".part"):
-            with parts.open_part(tree / "t.json", 0) as file:
+            with parts.open_part(tree / "t.json.rank.0.part") as file:
                 file.write(b'{"of": "a rank"},\n')
             assert not (tree / name).is_symlink()
         else:
-            parts.write_whole(tree / "t.json", [b'{"of": "all"},\n'])
+            OneFile(tree / "t.json").write({0: b'{"of": "all"},\n'})
             assert '"all"' in (tree / "t.json").read_text()
             (tree / "file").symlink_to("value")
         assert (tree / "value").read_text() == "of value"
@@ -111,6 +114,4 @@ def test_parts_that_are_links_are_none(tmp_path):
     (tmp_path / "t.json.rank.1.part").symlink_to("secret")
     (tmp_path / "t.json.rank.\N{SUPERSCRIPT TWO}.part").write_bytes(b"")
     (tmp_path / "t.json.rank.0.part").write_bytes(b'{"own": 1},\n')
-    parts.join_what_is_there(tmp_path / "t.json")
-    assert "secret" not in (tmp_path / "t.json").read_text()
-    assert "own" in (tmp_path / "t.json").read_text()
+    assert OneFile(tmp_path / "t.json").parts_there() == {0: tmp_path / "t.json.rank.0.part"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import stat
 
 import pytest
 import torch
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
+from hvdlite import signal_saver
 
 
 def steps(own: int, *, asks: int, at: int, stop: bool = False, count: int = 8) -> list[int]:
@@ -75,10 +75,10 @@ def test_a_signal_asks_for_a_save_and_close_restores_its_handler():
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_rank_0_requeues_the_job_of_slurm_once_all_have_saved(tmp_path, monkeypatch):
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
-    scontrol.chmod(scontrol.stat().st_mode | stat.S_IXUSR)
+def save_and_requeue(monkeypatch, tmp_path, scontrol: str) -> None:
+    """Saves on two ranks of Slurm's job 77, whose command scontrol is this script, and asserts that both end."""
+    (tmp_path / "scontrol").write_text(scontrol)
+    (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
 
@@ -89,7 +89,20 @@ def test_rank_0_requeues_the_job_of_slurm_once_all_have_saved(tmp_path, monkeypa
         saver.step()
 
     assert [type(outcome) for outcome in attempt_worlds(2, rank)] == [SystemExit] * 2
+
+
+def test_rank_0_requeues_the_job_of_slurm_once_all_have_saved(tmp_path, monkeypatch):
+    save_and_requeue(monkeypatch, tmp_path, f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
     assert (tmp_path / "asked").read_text() == "requeue 77\n"
+
+
+def test_a_requeue_that_hangs_is_an_error_in_the_log_and_the_ranks_end_as_if_it_had_worked(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(signal_saver, "_REQUEUE_TIMEOUT_S", 0.1)
+    save_and_requeue(monkeypatch, tmp_path, "#!/bin/sh\nexec sleep 1000\n")
+    assert "all ranks have saved, but scontrol requeue 77 failed: " in caplog.text
+    assert "timed out" in caplog.text
 
 
 def test_requeue_outside_of_slurm_and_without_stop_is_refused(monkeypatch):

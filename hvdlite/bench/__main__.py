@@ -20,7 +20,7 @@ import torch
 
 from ..errors import says_peer_lost
 from ..rendezvous.launchers import read_placement
-from ..runtime.bootstrap import World
+from ..runtime.make_world import World
 from ..runtime.world import current_world, init
 from .arguments import UsageError
 from .command_line import PROGRAM, Request, parse

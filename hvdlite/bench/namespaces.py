@@ -25,6 +25,9 @@ _PROGRAMS = {"ip": "iproute2", "tc": "iproute2"} | dict.fromkeys(
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _HOLD = "ip link set lo up && echo ready && exec cat"
+# A script for sh, whose $0 is the pid of this process: runs the command, unless this process has ended before setpriv
+# asked the kernel to kill the rank with it.
+_IF_PARENT_LIVES = 'test "$PPID" = "$0" && exec "$@"'
 _INTERFACE, _BRIDGE = "eth0", "br0"
 _PORT = 29500  # free in a new namespace
 _BURST_BYTES, _BURST_S, _QUEUE_MS = 128 * 1024, 0.001, 200
@@ -124,6 +127,7 @@ class Hosts:
         for number, member in enumerate(self._members):
             core = self._cores[number % len(self._cores)]
             inside = ["nsenter", f"--target={member}", "--net", "taskset", "--cpu-list", f"{core}"]
+            ends_with_us = ["setpriv", "--pdeathsig", "KILL", "sh", "-c", _IF_PARENT_LIVES, f"{os.getpid()}"]
             told = {
                 "RANK": f"{number}",
                 "WORLD_SIZE": f"{self.count}",
@@ -136,7 +140,7 @@ class Hosts:
                 "PATH": _PATH,
             }
             rank = subprocess.Popen(
-                [*inside, "setpriv", "--pdeathsig", "KILL", *command],
+                [*inside, *ends_with_us, *command],
                 # Without it PyTorch warns that a host's address has no name.
                 env={"TORCH_CPP_LOG_LEVEL": "ERROR", **environ, **told},
                 stdin=subprocess.DEVNULL,

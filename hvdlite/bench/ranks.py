@@ -31,7 +31,7 @@ from ..comm.group import Group
 from ..comm.reduce_op import Max
 from ..environment import launcher_variable
 from ..optim.optimizer import DEFAULT_BUCKET_CAP_BYTES
-from ..runtime.bootstrap import World
+from ..runtime.make_world import World
 from .arguments import UsageError
 from .units import show_count, show_size
 
@@ -176,10 +176,13 @@ class Ranks:
 
         All ranks must call it with the same blocks, and begin each block together. The order of blocks changes with
         each round. ``what`` is the label of the progress bar. ``after_round`` is called when all blocks had their turn.
+        It may remove blocks, the same ones on all ranks; without any, no further round begins.
         """
         self.progress(what)
-        names = list(blocks)
         for number in range(rounds):
+            names = list(blocks)
+            if not names:
+                return
             start = number % len(names)
             order = names[start:] + names[:start]
             for name in order if number % 2 == 0 else reversed(order):

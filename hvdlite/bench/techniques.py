@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import nn
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compression.casts import Compression
 from ..optim.outer import DiLoCo, LocalSGD
 from .ranks import Ranks
-from .variants import Training, ddp, in_fp16, own
+from .variants import Inner, Training, ddp, in_fp16, own, sgd
 from .workloads import bytes_of
 
 DDP, DDP_FP16 = "ddp", "ddp-fp16"
@@ -28,11 +28,17 @@ _RANK = 4  # of the thin matrices of both PowerSGDs
 _WARM_UPS, _DDP_START_STEP = 3, 2
 
 
+class Make(Protocol):
+    """Returns training of a model with one technique, and with the optimizer that ``inner`` makes."""
+
+    def __call__(self, ranks: Ranks, model: nn.Module, inner: Inner = sgd) -> Training: ...
+
+
 @dataclass(frozen=True)
 class Technique:
     """How gradients are sent. All blocks take ``interval`` steps, since only the last of them may send anything."""
 
-    make: Callable[[Ranks, nn.Module], Training]
+    make: Make
     interval: int = 1
 
     @property
@@ -41,11 +47,11 @@ class Technique:
         return _WARM_UPS if self.interval == 1 else self.interval
 
 
-def _ddp_powersgd(ranks: Ranks, model: nn.Module) -> Training:
+def _ddp_powersgd(ranks: Ranks, model: nn.Module, inner: Inner = sgd) -> Training:
     # Over gloo in a single bucket. The hook starts its second and third all-reduce in callbacks, whose order between
     # buckets may differ between ranks, and which then wait for each other: ranks end with an error, or hang.
     cap_mb = None if ranks.device.type == "cuda" else bytes_of(model) // 2**20 + 1
-    return ddp(ranks, model, bucket_cap_mb=cap_mb, hook=_powersgd_hook)
+    return ddp(ranks, model, inner, bucket_cap_mb=cap_mb, hook=_powersgd_hook)
 
 
 def _powersgd_hook(group: dist.ProcessGroup, wrapped: DistributedDataParallel) -> None:

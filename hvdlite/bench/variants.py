@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,12 +38,16 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """A model and its optimizer. ``average`` averages gradients after backward, if model and optimizer do not."""
+    """A model and its optimizer. ``average`` averages gradients after backward, if model and optimizer do not.
+
+    Within ``averaged()`` the model has the parameters that all hosts share.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     average: Callable[[], None] = _nothing
     close: Callable[[], None] = _nothing
+    averaged: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def step(self, batch: Batch, on_part: Callable[[], object] = _nothing) -> None:
         """Takes a training step. Calls ``on_part`` before each of forward, backward and update, and at the end."""
@@ -58,7 +63,12 @@ class Training:
         on_part()
 
 
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+Inner = Callable[[nn.Module], torch.optim.Optimizer]
+"""Makes the optimizer of a model that a variant wraps."""
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Returns the optimizer whose steps are measured."""
     return torch.optim.SGD(model.parameters(), lr=1e-4, foreach=True)
 
 
@@ -73,12 +83,13 @@ def _per_parameter(ranks: Ranks, model: nn.Module) -> Training:
             work.wait()
         torch._foreach_div_(grads, ranks.size)
 
-    return Training(model, _sgd(model), average)
+    return Training(model, sgd(model), average)
 
 
 def ddp(
     ranks: Ranks,
     model: nn.Module,
+    inner: Inner = sgd,
     *,
     as_views: bool = False,
     bucket_cap_mb: int | None = None,
@@ -92,7 +103,7 @@ def ddp(
     )
     if hook is not None:
         hook(group, wrapped)
-    return Training(wrapped, _sgd(model))
+    return Training(wrapped, inner(model))
 
 
 def in_fp16(group: dist.ProcessGroup, wrapped: DistributedDataParallel) -> None:
@@ -100,14 +111,14 @@ def in_fp16(group: dist.ProcessGroup, wrapped: DistributedDataParallel) -> None:
     wrapped.register_comm_hook(group, fp16_compress_hook)
 
 
-def own(ranks: Ranks, model: nn.Module, **options: Any) -> Training:
+def own(ranks: Ranks, model: nn.Module, inner: Inner = sgd, **options: Any) -> Training:
     """Returns training with hvdlite's optimizer, with these options."""
-    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), **options)
-    return Training(model, optimizer, close=optimizer.close)
+    optimizer = DistributedOptimizer(inner(model), model.named_parameters(), **options)
+    return Training(model, optimizer, close=optimizer.close, averaged=optimizer.averaged)
 
 
 def _horovod(ranks: Ranks, model: nn.Module) -> Training:
-    optimizer = horovod_module().DistributedOptimizer(_sgd(model), named_parameters=model.named_parameters())
+    optimizer = horovod_module().DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
     return Training(model, optimizer)
 
 
@@ -134,7 +145,7 @@ def horovod_problem(ranks: Ranks) -> str | None:
 
 
 VARIANTS: dict[str, Callable[[Ranks, nn.Module], Training]] = {
-    "none": lambda ranks, model: Training(model, _sgd(model)),
+    "none": lambda ranks, model: Training(model, sgd(model)),
     "per-parameter": _per_parameter,
     "ddp": ddp,
     "ddp-view": partial(ddp, as_views=True),

@@ -21,11 +21,13 @@ Batch = tuple[Tensor, Tensor]
 class Gpt(nn.Module):
     """A causal language model over characters."""
 
-    def __init__(self, vocabulary: int = 256, time: int = 128, width: int = 384, depth: int = 6) -> None:
+    def __init__(
+        self, vocabulary: int = 256, time: int = 128, width: int = 384, depth: int = 6, heads: int = 6
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(time, width)
         block = nn.TransformerEncoderLayer(
-            width, nhead=6, dim_feedforward=4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            width, heads, dim_feedforward=4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
         self.blocks = nn.TransformerEncoder(block, depth, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, vocabulary, bias=False)

@@ -7,6 +7,6 @@ writes this rank's events to its part of a timeline.
 
 Modules import only what stands before them:
 
-    gloo < keepalive < flat_bytes < engine_state < deferred_close < torch_engine < engine < host_groups < hierarchy
-        < gpu_clock < recorder < reduce_op < step_clock < work < group < hierarchy_selection
+    gloo < keepalive < connecting < flat_bytes < engine_state < deferred_close < torch_engine < engine < host_groups
+        < hierarchy < gpu_clock < recorder < reduce_op < step_clock < work < group < hierarchy_selection
 """

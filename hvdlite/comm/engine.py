@@ -9,9 +9,10 @@ process groups is in `torch_engine`, and the one over shared memory in `shm`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -45,6 +46,14 @@ class EngineWork(Protocol):
 class Engine(Protocol):
     """The part of `torch.distributed.ProcessGroup` that hvdlite uses."""
 
+    @property
+    def cannot_repeat(self) -> Mapping[str, str]:
+        """By type of device, the name of what carries its tensors and cannot reduce them again once it was revoked.
+
+        Equal on all ranks. A step in which a rank is lost is discarded there, instead of finished by the others.
+        """
+        ...
+
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork: ...
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork: ...
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork: ...
@@ -62,7 +71,7 @@ class Engine(Protocol):
         ...
 
     def revoke(self, reason: str, /) -> None:
-        """Make every wait, now and later, raise a RevokedError with this reason, and refuse new operations.
+        """Make every wait, now and later, raise a LostError with this reason, and refuse new operations.
 
         The first reason counts. It does not block, and any thread may call it. Over shared memory the other ranks get
         the same error; over gloo and NCCL they lose a connection.
@@ -71,6 +80,13 @@ class Engine(Protocol):
 
     def quiesce(self, reason: str, /) -> None:
         """Refuse new operations with a RevokedError of this reason, and wait until those in progress have ended."""
+        ...
+
+    def require_ended(self) -> None:
+        """Block this thread until the operations on GPUs have ended, or raise the error of one.
+
+        Their own waits block the current stream alone.
+        """
         ...
 
 
@@ -134,6 +150,8 @@ class EngineFactory(Protocol):
 class SingleRankEngine:
     """The engine of a rank that has no others: every collective is complete when it returns."""
 
+    cannot_repeat: Mapping[str, str] = MappingProxyType({})
+
     def __init__(self) -> None:
         self._state = EngineState()
 
@@ -171,9 +189,14 @@ class SingleRankEngine:
     def quiesce(self, reason: str, /) -> None:
         self._state.quiesce(reason)
 
+    def require_ended(self) -> None:
+        return
+
 
 class ClosedEngine:
     """Replaces the engine of a closed group: every operation raises an error."""
+
+    cannot_repeat: Mapping[str, str] = MappingProxyType({})
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
         raise self.error()
@@ -199,6 +222,9 @@ class ClosedEngine:
 
     def quiesce(self, reason: str, /) -> None:
         return
+
+    def require_ended(self) -> None:
+        raise self.error()
 
     def error(self) -> RuntimeError:
         """Returns the error that every operation raises."""

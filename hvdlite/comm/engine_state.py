@@ -2,7 +2,8 @@
 The state of an engine: open, quiesced (it refuses new operations) or revoked (its waits fail, too).
 
 - After ``quiesce(reason)`` the engine refuses new operations, and those in progress finish.
-- After ``revoke(reason)`` it also ends the operations in progress: each wait raises a RevokedError.
+- After ``revoke(reason)``, which tells of a lost rank, it also ends the operations in progress: each wait raises a
+  LostError.
 
 The first reason counts, and later ones are ignored. The engines (`engine`, `torch_engine`, `hierarchy`, `shm`) keep an
 `EngineState` and check it before they begin or wait.
@@ -12,11 +13,15 @@ from __future__ import annotations
 
 import threading
 
-from ..errors import CommunicationError
+from ..errors import CommunicationError, PeerLostError
 
 
 class RevokedError(CommunicationError):
     """Raised by an engine that was quiesced or revoked. The message says by whom and why."""
+
+
+class LostError(RevokedError, PeerLostError):
+    """Raised by an engine that was revoked, because a rank was lost that others may wait for."""
 
 
 class EngineState:
@@ -28,14 +33,14 @@ class EngineState:
         self._revocation: str | None = None
 
     def require_open(self) -> None:
-        """Raise a RevokedError if the engine refuses new operations."""
+        """Raise a RevokedError if the engine refuses new operations, and a LostError if it was revoked."""
         if self._refusal is not None:
-            raise RevokedError(self._refusal)
+            raise (RevokedError if self._revocation is None else LostError)(self._refusal)
 
     def require_not_revoked(self) -> None:
-        """Raise a RevokedError if the engine was revoked."""
+        """Raise a LostError if the engine was revoked."""
         if self._revocation is not None:
-            raise RevokedError(self._revocation)
+            raise LostError(self._revocation)
 
     @property
     def is_revoked(self) -> bool:
@@ -43,7 +48,7 @@ class EngineState:
 
     def reason_of(self, error: RuntimeError) -> RuntimeError:
         """Returns the error to raise for an operation that failed with ``error``: the revocation, if there was one."""
-        return error if self._revocation is None else RevokedError(self._revocation)
+        return error if self._revocation is None else LostError(self._revocation)
 
     def quiesce(self, reason: str) -> None:
         """Refuse new operations from now on."""

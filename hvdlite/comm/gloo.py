@@ -2,7 +2,7 @@
 Opens gloo process groups on authenticated connections: each is proven to lead to a rank of this job.
 
 Gloo's listener accepts any peer that connects first and sends a number that is easy to guess, and it stays open as long
-as the group. So `engine`, `runtime.bootstrap` and `round_trips` open groups in these steps:
+as the group. So `engine`, `runtime.connect_ranks` and `round_trips` open groups in these steps:
 
 1. All ranks wait in the store until every one is ready (in `engine` by `wait_for_all`). So a stranger has only a few
    milliseconds to connect.
@@ -129,11 +129,13 @@ def open_proven(
     discard: Callable[[ProcessGroup], object],
     ranks: ConnectingRanks,
     label: str,
+    on_connected: Callable[[Connections], object] = lambda _: None,
 ) -> tuple[ProcessGroup, Connections]:
     """Open a process group with ``make``, and prove that its CPU connections lead to these ranks.
 
     Returns the group and its connections, which the caller must shut down before it destroys the group. If other
-    threads of this process may open gloo groups at the same time, ``make`` must use `make_gloo`.
+    threads of this process may open gloo groups at the same time, ``make`` must use `make_gloo`. ``on_connected`` gets
+    the connections before they are proven.
 
     Every rank must call it soon after `wait_for_all`, with a label that these ranks have not used before. If the proof
     fails it passes the group to ``discard``, and raises a CommunicationError that names the ranks whose connections
@@ -143,6 +145,7 @@ def open_proven(
         group = make(connections)
     connections.belong_to(group, ranks.rank, ranks.size)
     try:
+        on_connected(connections)
         _prove(group, ranks, label)
     except BaseException:
         connections.cut()
@@ -332,6 +335,12 @@ class _ListenerFilter:
         self._files = (0, 0)
         self._room = 0  # how many more files the process could open before
 
+    def loops_connecting(self) -> list[int]:
+        """Returns the event loops of the groups that threads are opening; see the function of this name."""
+        with self._lock:
+            listeners = _listeners() if self._connecting else {}
+            return [loop for listener, loop in listeners.items() if listener not in self._before]
+
     @contextlib.contextmanager
     def while_connecting(self) -> Iterator[Connections]:
         """Yield a `Connections`, which is filled at the end with those that gloo has made in the block.
@@ -384,16 +393,24 @@ def _event_loops() -> set[int]:
 
 def _listeners() -> dict[int, int]:
     """Returns the inodes of the sockets that gloo listens on, each with the file descriptor of its event loop."""
-    return {inode: loop for loop in _event_loops() for _, inode, listens in _sockets_of(loop) if listens}
+    return {inode: loop for loop in _event_loops() for _, inode, listens in sockets_of(loop) if listens}
 
 
-def _sockets_of(loop: int) -> Iterator[tuple[socket.socket, int, bool]]:
-    """Yields each socket of this gloo loop, open until the next is asked for; its inode; and whether it listens."""
+def loops_connecting() -> list[int]:
+    """Returns the file descriptors of the event loops of the groups that threads of this process are opening now."""
+    return _listener_filter.loops_connecting()
+
+
+def sockets_of(loop: int, *, also_unconnected: bool = False) -> Iterator[tuple[socket.socket, int, bool]]:
+    """Yields each socket of this gloo loop, open until the next is asked for; its inode; and whether it listens.
+
+    ``also_unconnected``: those too that are about to connect, of which a pair of ranks has not been told yet.
+    """
     watched = []
     with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{loop}", encoding="ascii") as info:
         watched = [line.split() for line in info if line.startswith("tfd:")]
-    for _, fd, _, events, *rest in watched:
-        if int(events, 16) != _EPOLL_EVENTS_OF_GLOO:
+    for _, fd, _, mask, *rest in watched:
+        if int(mask, 16) != _EPOLL_EVENTS_OF_GLOO and not also_unconnected:
             continue
         with contextlib.suppress(OSError):
             file = os.fstat(int(fd))
@@ -414,7 +431,7 @@ def _filter_listeners(loop: int) -> set[int]:
     It does not close the listeners: gloo owns them, and aborts the process where it finds one closed.
     """
     connected = set()
-    for each, inode, listens in _sockets_of(loop):
+    for each, inode, listens in sockets_of(loop):
         if listens:
             _drop_all(each)
         else:
@@ -422,11 +439,31 @@ def _filter_listeners(loop: int) -> set[int]:
     return connected
 
 
-def _drop_all(listener: socket.socket) -> None:
+def cut_links() -> int:
+    """Drop all further packets from other hosts to this process's gloo connections, as where the network is cut.
+
+    For faults on purpose: it cannot be undone, and later groups have new connections. Returns how many it has cut.
+    """
+    count = 0
+    for loop in _event_loops():
+        for each, _, listens in sockets_of(loop):
+            with contextlib.suppress(OSError):  # gloo has closed it meanwhile
+                is_tcp = each.family in (socket.AF_INET, socket.AF_INET6) and not listens
+                if is_tcp and each.getpeername()[0] != each.getsockname()[0]:
+                    _attach_filter(each)
+                    count += 1
+    return count
+
+
+def _attach_filter(to: socket.socket) -> None:
     # A classic BPF program of one instruction, "ret #0": keep 0 bytes of each packet.
     program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0), 8)
+    to.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
+
+
+def _drop_all(listener: socket.socket) -> None:
     try:
-        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
+        _attach_filter(listener)
     except OSError as error:
         log.warning(
             "gloo's port %s stays open to connections of other programs, although their data are ignored: this system "

@@ -176,7 +176,7 @@ class Group:
             self._duplicate_of._duplicates.discard(self)
 
     def revoke(self, reason: str) -> None:
-        """Make every wait in this group and its duplicates, now and later, raise a RevokedError.
+        """Make every wait in this group and its duplicates, now and later, raise a LostError.
 
         The first reason counts. It does not block, and any thread may call it. `Engine.revoke` says what the other
         ranks see.
@@ -194,6 +194,18 @@ class Group:
         self.engine.quiesce(reason)
         for duplicate in list(self._duplicates):
             duplicate.quiesce(reason)
+
+    def require_ended(self, what: str) -> None:
+        """Block this thread until the collectives of GPU tensors have ended; raises the error of one, naming ``what``.
+
+        The same for the duplicates. It waits for no other rank unless these collectives do.
+        """
+        try:
+            self.engine.require_ended()
+        except RuntimeError as error:
+            raise self.error_of(what, error) from error
+        for duplicate in list(self._duplicates):
+            duplicate.require_ended(what)
 
     @property
     def is_closed(self) -> bool:
@@ -221,7 +233,7 @@ class Group:
         """Converts an engine's error to hvdlite's own."""
         where = f"{what} failed on {self.describe_rank(self.rank)}"
         if isinstance(error, RevokedError):
-            return RevokedError(f"{where}: {error}")
+            return type(error)(f"{where}: {error}")
         if "timed out" in str(error).lower():
             return CommunicationError(
                 f"{where} because another rank did not take part within the timeout: it hangs, or the ranks call "
@@ -359,16 +371,33 @@ class Group:
         return parts
 
     def begin_all_to_all(
-        self, tensor: Tensor, sent_bytes: Sequence[int], received_bytes: Sequence[int], what: str
+        self,
+        tensor: Tensor,
+        sent_bytes: Sequence[int],
+        received_bytes: Sequence[int],
+        what: str,
+        output: Tensor | None = None,
     ) -> tuple[list[Tensor], Work]:
-        """Begin `all_to_all`; returns the parts, which are valid once the work is done."""
-        output = tensor.new_empty(sum(received_bytes))
+        """Begin `all_to_all`; returns the parts, which are valid once the work is done.
+
+        They are in ``output`` if it is given, which has their size.
+        """
+        if output is None:
+            output = tensor.new_empty(sum(received_bytes))
         options = AllToAllOptions()
         try:
             work = self.engine.alltoall_base(output, tensor, list(received_bytes), list(sent_bytes), options)
         except RuntimeError as error:
             raise self.error_of(what, error) from error
         return pieces_of(output, received_bytes), self._begun(work, what)
+
+    def begin_swap(self, tensor: Tensor, what: str, output: Tensor) -> Work:
+        """Begin to send a flat tensor of bytes to the other of two ranks, and to receive its own in ``output``.
+
+        Unlike `begin_all_gather`, which over gloo copies what is sent and what is received, this copies nothing.
+        """
+        nbytes = [0 if rank == self.rank else tensor.numel() for rank in range(2)]
+        return self.begin_all_to_all(tensor, nbytes, nbytes, what, output)[1]
 
     def reduce_scatter(
         self, output: Tensor, tensor: Tensor, counts: Sequence[int], what: str, op: ReduceOp = Sum

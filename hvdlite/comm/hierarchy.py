@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeAlias
 
@@ -76,6 +76,10 @@ class HierarchicalEngine:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._shards = _Shards()
         self._step_threads: _StepThreads | None = None
+
+    @property
+    def cannot_repeat(self) -> Mapping[str, str]:
+        return self.flat.cannot_repeat
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         return self._scatter.empty(numel, dtype) if isinstance(self._scatter, HasMemory) else None
@@ -148,6 +152,10 @@ class HierarchicalEngine:
             self._step_threads.wait_until_idle()
         for engine in (self.flat, *self.parts):
             engine.quiesce(reason)
+
+    def require_ended(self) -> None:
+        for engine in (self.flat, *self.parts):
+            engine.require_ended()
 
     def close(self) -> None:
         """Stop the threads that carry on the steps. The caller closes the engines."""

@@ -1,7 +1,7 @@
 """
 Chooses flat or hierarchical (two-level) collectives, as configured or by timing all-reduces on both.
 
-`runtime.bootstrap` calls `choose_levels` for the group of all ranks. When no level is configured, and there are GPUs,
+`runtime.make_world` calls `choose_levels` for the group of all ranks. When no level is configured, and there are GPUs,
 each rank times both engines, and rank 0's medians decide for all ranks. The engines are in `torch_engine` and
 `hierarchy`.
 """

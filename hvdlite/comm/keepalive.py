@@ -1,12 +1,15 @@
 """
 `Keepalive`: for how long nothing has come over the connections of a gloo process group, by the other end's address.
 
-    Connections ── sockets ── keepalive probes of the kernel ── TCP_INFO ── silences() ── hvdlite-run (`responder`)
+    Connections ── sockets ── keepalive probes of the kernel ── TCP_INFO ── silences() ── hvdlite-run
+
+hvdlite-run asks for a report on a job that stands still (`runtime.hang_report`), and in elastic jobs all the time, to
+give hosts up (`rendezvous.responder`). Until the ranks are connected, `connecting.Connecting` takes its place.
 
 Gloo does not notice that the network between two hosts is cut: its operations wait until their timeout. The kernel
 does: it probes a connection that is idle, and repeats data that are not acknowledged. The other kernel answers even
 while the process there computes, is stopped or hangs. So a connection over which nothing comes for many seconds leads
-to a host that is gone, or over a network that is cut. `runtime.bootstrap` makes one for the ranks of several hosts.
+to a host that is gone, or over a network that is cut. `runtime.connect_ranks` makes one for the ranks of several hosts.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import struct
 from .gloo import Connections
 
 _PROBE_EVERY_S = 2
-# The kernel gives a connection up after this many probes: hvdlite-run decides before.
+# The kernel gives an idle connection up after this many probes, about four minutes: an error of the rank. In an elastic
+# job hvdlite-run decides before.
 _MOST_PROBES = 127
 
 # Of `struct tcp_info` (linux/tcp.h): milliseconds since the last data and the last acknowledgement came.
@@ -36,11 +40,8 @@ class Keepalive:
         addresses = set()
         for each in connections.sockets():
             with contextlib.suppress(OSError):
-                addresses.add(_address_in(each.getsockname()))
-                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_EVERY_S)
-                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
-                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _MOST_PROBES)
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                addresses.add(address_in(each.getsockname()))
+                probe(each)
         self.addresses = tuple(sorted(addresses))
         """This end's addresses; usually there is one."""
 
@@ -52,19 +53,32 @@ class Keepalive:
         longest: dict[str, float] = {}
         for each in self._connections.sockets():
             with contextlib.suppress(OSError):  # it is being closed
-                since_s = _silence_s(each)
+                since_s = silence_s(each)
                 if since_s >= _SHORTEST_S:
-                    other = _address_in(each.getpeername())
+                    other = address_in(each.getpeername())
                     longest[other] = max(since_s, longest.get(other, 0.0))
         return longest
 
 
-def _silence_s(connection: socket.socket) -> float:
+def probe(connection: socket.socket) -> None:
+    """Has the kernel probe a connection from now on."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_EVERY_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _MOST_PROBES)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def is_probed(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+
+
+def silence_s(connection: socket.socket) -> float:
+    """Returns for how many seconds nothing has come over a connection."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_RECEIVED.size)
     # An answer to a probe is an acknowledgement; but data may come without one.
     return float(min(_LAST_RECEIVED.unpack(info)) / 1000)
 
 
-def _address_in(name: tuple[str, int]) -> str:
+def address_in(name: tuple[str, int]) -> str:
     """Returns the address in a socket's name, in one form for IPv4 and none of a link's scope."""
     return name[0].removeprefix("::ffff:").partition("%")[0]

@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ..log import log
@@ -41,14 +40,14 @@ OPERATIONS = Row(0, "operations")
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One rank's part of the timeline whose merged file will be ``path``.
+    """One rank's part of the timeline that will be written at ``path``, a file or a directory that ends in a slash.
 
     ``process`` is the rank's name there. Times are on a common clock, which is rank 0's: it is 0 when this process's
     clock reads ``zero_ns``, and this process's clock was ``ahead_ns`` ahead of it at the start. ``since_ns`` is the
     start of the recording, on this process's clock.
     """
 
-    path: Path
+    path: str
     file: IO[bytes]
     rank: int
     process: str
@@ -200,7 +199,8 @@ class _Writer:
         common = f'"pid":{rank},"tid":{row.number},"name":{json.dumps(name)}'
         if kind == "X":
             detail = "" if extra is None else f',"args":{json.dumps(extra)}'
-            return [f'{{"ph":"X",{common},"ts":{start:.3f},"dur":{stop - start:.3f}{detail}}}']
+            # Readers of torch.profiler's traces skip spans without a category; this is that of `record_function`.
+            return [f'{{"ph":"X","cat":"user_annotation",{common},"ts":{start:.3f},"dur":{stop - start:.3f}{detail}}}']
         common += f',"cat":"waiting","id":"{rank}.{extra}"'
         return [f'{{"ph":"b",{common},"ts":{start:.3f}}}', f'{{"ph":"e",{common},"ts":{stop:.3f}}}']
 

@@ -28,6 +28,8 @@ import torch
 
 # The most steps whose times a GPU has not reached yet, and the most readings that have not been taken.
 _MOST_PENDING = 64
+# The most phases of a step. A program that only evaluates after its last step begins two with each collective.
+_MOST_MARKS = 10_000
 
 
 class Phase(enum.IntEnum):
@@ -128,8 +130,8 @@ class StepClock:
         # a word between them, even while some ranks have doubled it and others have not.
         self._every = 1
         self._read_at_s = 0.0
-        # In this step: the phases that have begun, and when. Empty before the first step ends, since that one opens
-        # engines and compiles kernels.
+        # In this step: the phases that have begun, and when. Empty in steps that are not measured: in the first one,
+        # since that opens engines and compiles kernels, and in one with too many phases.
         self._marks: list[tuple[Phase, Any]] = []
         # Ended steps whose times are not all known: their marks, the reading's numbers, and whether to make one.
         self._pending: deque[tuple[list[tuple[Phase, Any]], tuple[int, int, int], bool]] = deque()
@@ -219,6 +221,8 @@ class StepClock:
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
+        if len(self._marks) == _MOST_MARKS:
+            self._marks.clear()
         if self._marks:
             self._marks.append((phase, self._timer.stamp()))
 

@@ -3,7 +3,7 @@
 
 Each call checks that the engine is open, starts an operation of the process group, and returns a `TorchWork`, whose
 waits end if the engine is revoked. (Over gloo a reduce-scatter is an all-to-all and local sums.) `engine` makes these
-engines and opens their process groups, except the default one, which `runtime.bootstrap` opens.
+engines and opens their process groups, except the default one, which `runtime.connect_ranks` opens.
 """
 
 from __future__ import annotations
@@ -27,11 +27,18 @@ from .flat_bytes import pieces_of
 # How often a long wait checks whether the engine was revoked. Usually the operation itself ends in that case.
 _LOOK = timedelta(seconds=0.02)
 
+# The same of a wait for a GPU, which nothing else ends.
+_GPU_LOOK_S = 0.0005
+
 # How long `quiesce` waits for operations of gloo that were revoked: see `Connections.cut`.
 _ENDING_S = 1.0
 
 # c10d's message when a wait times out before the operation is complete.
 _NOT_DONE_YET = "Operation timed out!"
+
+# Gloo sums tensors of two ranks by several messages each way, one after the other. To exchange tensors of up to this
+# size, and add here, takes one, and a third of the processor time.
+_MOST_EXCHANGED_BYTES = 2**18
 
 # Completed works that nobody has waited for are dropped when there are more than this.
 _MOST_PENDING = 64
@@ -54,10 +61,34 @@ class TorchEngine:
         self._cut = cut
         self._state = EngineState()
         self._pending: set[TorchWork] = set()
+        # By device, the last operation on a GPU. Those before it end before it does.
+        self._last_on_gpu: dict[torch.device, TorchWork] = {}
+        self.cannot_repeat = {"cuda": "NCCL" if has_nccl else "gloo on GPUs"}
 
-    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> TorchWork:
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> TorchWork | _CombinedHere:
         self._state.require_open()
-        return self._begun(self.process_group.allreduce(tensors, opts), tensors[0])
+        (tensor,) = tensors
+        if tensor.is_cpu and tensor.nbytes <= _MOST_EXCHANGED_BYTES and self.process_group.size() == 2:
+            return self._exchange(tensor, opts)
+        return self._begun(self.process_group.allreduce([self._written(tensor)], opts), tensor)
+
+    def _written(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor with the same memory, through which an operation writes its result.
+
+        When gloo's operation on a GPU ends, its copy of the result raises the tensor's `_version`, as if the program
+        had changed it. `data` has a version of its own.
+        """
+        return tensor if self._has_nccl or tensor.is_cpu else tensor.data
+
+    def _exchange(self, tensor: Tensor, opts: dist.AllreduceOptions) -> _CombinedHere:
+        """Reduces two ranks' small tensors: each sends all of its own, and combines both, in rank order."""
+        op: Any = opts.reduceOp  # torch's stubs lack some attributes
+        # Like gloo's own, this is no change that autograd counts.
+        own, flat = self.process_group.rank(), tensor.data.view(-1)
+        counts = [0 if rank == own else flat.numel() for rank in range(2)]
+        received = torch.empty_like(flat)
+        sent = self.alltoall_base(received, flat, counts, counts, AllToAllOptions())
+        return _CombinedHere(sent, [received, flat] if own else [flat, received], _COMBINE[op.op], flat)
 
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> TorchWork:
         self._state.require_open()
@@ -75,7 +106,7 @@ class TorchEngine:
 
     def _allgather_base(self, output: Tensor, input: Tensor, /) -> TorchWork:
         self._state.require_open()
-        return self._begun(self.process_group._allgather_base(output, input), input)
+        return self._begun(self.process_group._allgather_base(self._written(output), input), input)
 
     def reduce_scatter_base(
         self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
@@ -116,6 +147,11 @@ class TorchEngine:
         for work in list(self._pending):
             work.wait_until_ended()
 
+    def require_ended(self) -> None:
+        for work in list(self._last_on_gpu.values()):
+            work.require_ended()
+        self._state.require_not_revoked()
+
     def forget(self) -> None:
         """End the works in progress, and drop them, since they would keep the process group alive.
 
@@ -124,12 +160,15 @@ class TorchEngine:
         works = [work for work in list(self._pending) if not (work.is_on_gpu and self._has_nccl)]
         left = [work for work in works if not work.has_ended]
         self._pending.clear()
+        self._last_on_gpu.clear()
         if left:
             self._cut()
             keep_until(lambda: all(work.has_ended for work in left), self.process_group)
 
     def _begun(self, work: Any, tensor: Tensor) -> TorchWork:
         made = TorchWork(work, tensor, self._state, self._pending)
+        if made.is_on_gpu:
+            self._last_on_gpu[tensor.device] = made
         if len(self._pending) > _MOST_PENDING:
             self._pending -= {each for each in list(self._pending) if each.is_completed()}
         return made
@@ -187,6 +226,15 @@ class TorchWork:
                 self._work.wait(_LOOK)
         self._pending.discard(self)
 
+    def require_ended(self) -> None:
+        """Block this thread until an operation on a GPU has ended, or raise its error; see `Engine.require_ended`."""
+        # Not by a wait with a timeout, at whose end NCCL would abort the communicator.
+        while not self.has_ended:
+            self._state.require_not_revoked()
+            time.sleep(_GPU_LOOK_S)
+        # An operation that has failed has ended, too.
+        self.wait()
+
     @property
     def has_ended(self) -> bool:
         """Whether the operation itself has ended or failed, which may be later than a revocation."""
@@ -201,13 +249,13 @@ class TorchWork:
 
 
 class _CombinedHere:
-    """A reduce-scatter over gloo: an all-to-all in progress, whose parts this rank then combines."""
+    """A reduce-scatter over gloo, or a small all-reduce: an all-to-all in progress, whose parts this rank combines."""
 
     def __init__(
         self, sent: TorchWork, terms: Sequence[Tensor], combine: Callable[..., Tensor], output: Tensor
     ) -> None:
         self._sent = sent
-        self._terms = terms
+        self._terms: Sequence[Tensor] = terms
         self._combine = combine
         self._output = output
         self._combining = threading.Lock()
@@ -231,7 +279,8 @@ class _CombinedHere:
 
     def _finish(self) -> None:
         # A waiting thread and gloo's thread that completes the future may both call this: combine once.
-        with self._combining:
+        # In inference mode, since its tensors may be changed in no other, and others in any.
+        with self._combining, torch.inference_mode():
             if self._is_combined:
                 return
             first, *others = self._terms
@@ -241,4 +290,6 @@ class _CombinedHere:
             for term in others:
                 self._combine(total, term.to(total.dtype), out=total)
             self._output.copy_(total)
+            # Whoever keeps this work keeps no memory of what was received.
+            self._terms = ()
             self._is_combined = True

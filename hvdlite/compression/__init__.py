@@ -4,5 +4,5 @@ Compressions whose wires can be summed: casts, Horovod's compressors, and users'
 
 Modules import only what stands before them:
 
-    kernels < horovod_compressors < custom < codecs < low_rank < top_k < casts
+    cupy_program < kernels < codec_kernels < horovod_compressors < custom < codecs < low_rank < top_k < casts
 """

@@ -132,23 +132,25 @@ class Compression:
         return LowRank(rank, start_step, min_ratio)
 
     @staticmethod
-    def topk(density: float = 0.01) -> TopK:
+    def topk(density: float = 0.01, error_decay: float = 1.0) -> TopK:
         """Returns top-k (arXiv 1712.01887): of each bucket only the largest values are sent, with their places.
 
         ``density`` is the part of the values that is sent, above 0 and 1 at most. Each takes 6 bytes. The others are
-        added to the next step's gradients.
+        added to the next step's gradients, times ``error_decay``, from 0 to 1. Below 1 it forgets: 0.95 for the outer
+        gradients of `DiLoCo` without momentum is SparseLoCo (arXiv 2508.15706).
         """
-        return TopK(density)
+        return TopK(density, error_decay)
 
 
 # A compression after `check_compression`.
 ResolvedCompression: TypeAlias = NoCompression | CastCompression | CustomCompression
 
 
-def check_compression(compression: object) -> ResolvedCompression:
+def check_compression(compression: object, own: str = ".none, .fp16 or .bf16") -> ResolvedCompression:
     """Returns hvdlite's own form of the compression that a user has passed. Raises TypeError if it is none.
 
-    A compression in Horovod's style (see `horovod_compressors`) may be a class or an instance of one.
+    ``own`` has the names in `Compression` that the caller takes. A compression in Horovod's style (see
+    `horovod_compressors`) may be a class or an instance of one.
     """
     if type(compression) in (NoCompression, CastCompression):
         return compression  # type: ignore[return-value]  # mypy does not take it from the line above
@@ -166,7 +168,7 @@ def check_compression(compression: object) -> ResolvedCompression:
     if isinstance(compression, Compressor):
         return CustomCompression(compression, takes_each=isinstance(compression, (type, HorovodCompressor)))
     raise TypeError(
-        f"compression={shown(compression)} is not a compression: use hvd.Compression.none, hvd.Compression.fp16 "
-        "or hvd.Compression.bf16, an object with compress(buffer) and decompress(wire, out), or a class in Horovod's "
-        "manner, with static methods compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx)"
+        f"compression={shown(compression)} is not a compression: use hvd.Compression{own}, an object with "
+        "compress(buffer) and decompress(wire, out), or a class in Horovod's manner, with static methods "
+        "compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx)"
     )

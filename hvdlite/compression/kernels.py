@@ -16,70 +16,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..log import log
+from .cupy_program import ARITHMETIC, NAMES, CupyProgram, Program, made_if_equal, same_bits, sample_of
 
-# The names of dtypes in the kernels.
-_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64"}
-
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_THREADS = 256
-_BLOCKS_PER_MULTIPROCESSOR = 8
-
-# Like PyTorch, these compute in fp64 if one side is fp64, else in fp32, and round once to the nearest, ties to even.
-# The arithmetic is PTX, since cupy compiles with -ftz=true, which flushes plain products of tiny numbers to zero.
+# Like PyTorch, these compute in fp64 if one side is fp64, else in fp32, and round once.
 _CODE = r"""
-typedef struct { unsigned short bits; } f16;
-typedef struct { unsigned short bits; } bf16;
-typedef float f32;
-typedef double f64;
-
-__device__ inline float times(float x, float y) {
-    float z;
-    asm("mul.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-    return z;
-}
-__device__ inline double times(double x, double y) { return __dmul_rn(x, y); }
-__device__ inline float over(float x, float y) {
-    float z;
-    asm("div.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-    return z;
-}
-__device__ inline double over(double x, double y) { return __ddiv_rn(x, y); }
-__device__ inline float narrowed(float x) { return x; }
-__device__ inline float narrowed(double x) {
-    float y;
-    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x));
-    return y;
-}
-
-__device__ inline void load(f16 x, float& y) { asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits)); }
-__device__ inline void load(bf16 x, float& y) { y = __uint_as_float((unsigned int)x.bits << 16); }
-__device__ inline void load(f32 x, float& y) { y = x; }
-__device__ inline void load(f32 x, double& y) { asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x)); }
-__device__ inline void load(f64 x, double& y) { y = x; }
-template <class X> __device__ inline void load(X x, double& y) {
-    float z;
-    load(x, z);
-    load(z, y);
-}
-
-template <class A> __device__ inline void store(A x, f16& y) {
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(narrowed(x)));
-}
-template <class A> __device__ inline void store(A x, bf16& y) {
-    unsigned int bits = __float_as_uint(narrowed(x));
-    bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    y.bits = is_nan ? 0x7fff : (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-template <class A> __device__ inline void store(A x, f32& y) { y = narrowed(x); }
-__device__ inline void store(double x, f64& y) { y = x; }
-
 // Sixteen bytes of the wider dtype at a time; PER of each.
 constexpr int PER = 16 / (sizeof(SOURCE) > sizeof(OUT) ? sizeof(SOURCE) : sizeof(OUT));
 template <class T> struct alignas(sizeof(T) * PER) Pack { T at[PER]; };
@@ -196,89 +140,66 @@ def scale_cast_in_torch(source: Tensor, factor: float, out: Tensor) -> None:
         torch.mul(source, factor, out=out)
 
 
-class CupyKernels:
-    """The compiled kernels for one pair of dtypes, on one device."""
+class ScalingKernels:
+    """The compiled kernels for one pair of dtypes."""
 
-    def __init__(self, cupy: Any, device: torch.device, source: torch.dtype, out: torch.dtype) -> None:
-        """``cupy`` is the module. Compiles the kernels, unless they are in cupy's cache on disk."""
-        self._cupy = cupy
-        self._device = device
+    def __init__(self, program: Program, source: torch.dtype, out: torch.dtype) -> None:
+        """``program`` is compiled from `source_of` these dtypes."""
+        self._program = program
         self._per = 16 // max(source.itemsize, out.itemsize)
-        self._most_blocks = torch.cuda.get_device_properties(device).multi_processor_count * _BLOCKS_PER_MULTIPROCESSOR
-        # cupy compiles for the current device.
-        with torch.cuda.device(device):
-            module = cupy.RawModule(code=source_of(source, out))
-            self._scale_cast = module.get_function("scale_cast")
-            self._scale_by = module.get_function("scale_by")
-            self._divide_by = module.get_function("divide_by")
 
     def scale_cast(self, source: Tensor, factor: float, out: Tensor) -> None:
         """Launches the kernel of the function of this name."""
-        self._launch(self._scale_cast, out.numel(), (source.data_ptr(), out.data_ptr(), out.numel(), float(factor)))
+        self._launch("scale_cast", out.numel(), source.data_ptr(), out.data_ptr(), out.numel(), float(factor))
 
     def scale_by(self, tensor: Tensor, factor: Tensor) -> None:
         """Launches the kernel of the function of this name."""
-        self._launch(self._scale_by, tensor.numel(), (tensor.data_ptr(), factor.data_ptr(), tensor.numel()))
+        self._launch("scale_by", tensor.numel(), tensor.data_ptr(), factor.data_ptr(), tensor.numel())
 
     def divide_by(self, tensor: Tensor, divisor: Tensor) -> None:
         """Launches the kernel of the function of this name."""
-        self._launch(self._divide_by, tensor.numel(), (tensor.data_ptr(), divisor.data_ptr(), tensor.numel()))
+        self._launch("divide_by", tensor.numel(), tensor.data_ptr(), divisor.data_ptr(), tensor.numel())
 
-    def _launch(self, kernel: Any, numel: int, arguments: tuple[object, ...]) -> None:
-        if numel == 0:
-            return
-        blocks = min(-(-numel // (_THREADS * self._per)), self._most_blocks)
-        # PyTorch's current stream: its allocator reuses memory in this stream's order, and a CUDA graph may capture it.
-        stream = self._cupy.cuda.Stream.from_external(torch.cuda.current_stream(self._device))
-        with torch.cuda.device(self._device), stream:
-            kernel((blocks,), (_THREADS,), arguments)
+    def _launch(self, kernel: str, numel: int, *arguments: float) -> None:
+        self._program.launch(kernel, -(-numel // self._per), *arguments)
 
 
 def source_of(source: torch.dtype, out: torch.dtype) -> str:
     """Returns the kernels in CUDA C++, for one pair of dtypes."""
     arithmetic = "f64" if torch.float64 in (source, out) else "f32"
-    names = {"SOURCE": _NAMES[source], "OUT": _NAMES[out], "ARITHMETIC": arithmetic}
-    return "".join(f"#define {name} {value}\n" for name, value in names.items()) + _CODE
+    names = {"SOURCE": NAMES[source], "OUT": NAMES[out], "ARITHMETIC": arithmetic}
+    return "".join(f"#define {name} {value}\n" for name, value in names.items()) + ARITHMETIC + _CODE
 
 
-def _kernels_for(source: Tensor, out: Tensor) -> CupyKernels | None:
+def _kernels_for(source: Tensor, out: Tensor) -> ScalingKernels | None:
     return _cupy_kernels(source.device, source.dtype, out.dtype) if source.is_cuda else None
 
 
 # Global for the process: compiled code does not depend on a world or optimizer.
 @functools.cache
-def _cupy_kernels(device: torch.device, source: torch.dtype, out: torch.dtype) -> CupyKernels | None:
-    """Returns the kernels, or None if they do not work here, and logs why. The first call waits for the device."""
-    what = f"{source} to {out} on {device}"
-    try:
-        import cupy  # noqa: PLC0415 - optional, and slow to import
+def _cupy_kernels(device: torch.device, source: torch.dtype, out: torch.dtype) -> ScalingKernels | None:
+    """Returns the kernels, or None if they do not work here. The first call waits for the device."""
 
-        kernels = CupyKernels(cupy, device, source, out)
-        is_equal = gives_what_torch_gives(kernels.scale_cast, device, source, out)
-    except Exception as error:  # noqa: BLE001 - whatever cupy, its compiler or the driver raises: PyTorch is used
-        log.debug("scaling %s with PyTorch, because cupy failed: %s: %s", what, type(error).__name__, error)
-        return None
-    if not is_equal:
-        log.warning("scaling %s with PyTorch, because cupy's kernel gives different numbers on this GPU", what)
-        return None
-    log.debug("scaling %s with a cupy kernel", what)
-    return kernels
+    def make() -> ScalingKernels:
+        names = ("scale_cast", "scale_by", "divide_by")
+        return ScalingKernels(CupyProgram(device, source_of(source, out), names), source, out)
+
+    return made_if_equal(
+        f"scaling {source} to {out} on {device}",
+        make,
+        lambda kernels: gives_what_torch_gives(kernels.scale_cast, device, source, out),
+    )
 
 
 def gives_what_torch_gives(
     scale: Callable[[Tensor, float, Tensor], None], device: torch.device, source: torch.dtype, out: torch.dtype
 ) -> bool:
     """Whether ``scale`` equals PyTorch in every bit on a sample with every exponent, both signs, ties and NaNs."""
-    values = torch.arange(-(2**16), 2**16 + 3, dtype=torch.int32, device=device)
-    # The values are the upper bits of fp32. With these lower bits they are just below, at and just above the middle
-    # between two 16-bit numbers.
-    pieces = [((values << 16) + low).view(torch.float32) for low in (0, 0x7FFF, 0x8000, 0x1000, 0x1001)]
-    sample = torch.cat([*pieces, torch.randn(1001, device=device)]).to(source)
+    sample = sample_of(device, source)
     for factor in (1.0, 1.0 / 3.0, 1e-4):
         got, expected = (torch.empty_like(sample, dtype=out) for _ in range(2))
         scale(sample, factor, got)
         scale_cast_in_torch(sample, factor, expected)
-        same_bits = got.view(_BITS[out.itemsize]) == expected.view(_BITS[out.itemsize])
-        if not (same_bits | got.isnan() & expected.isnan()).all():
+        if not same_bits(got, expected):
             return False
     return True

@@ -32,13 +32,27 @@ _BYTES = 6
 class TopK:
     """The settings of top-k; see `Compression.topk`."""
 
-    def __init__(self, density: object) -> None:
+    def __init__(self, density: object, error_decay: object = 1.0) -> None:
         part = real_number(density)
         if part is None or not 0 < part <= 1:
             raise ValueError(
                 f"topk: density={shown(density)} is not the part of the gradients to send: above 0, and 1 at most"
             )
         self.density = part
+        decay = real_number(error_decay)
+        if decay is None or not 0 <= decay <= 1:
+            raise ValueError(
+                f"topk: error_decay={shown(error_decay)} is not the part of what was not sent that is kept for the "
+                "next time: from 0 to 1"
+            )
+        self.error_decay = decay
+
+    def added(self, values: Tensor, residual: Tensor) -> Tensor:
+        """Returns ``values`` and what is left of the ``residual`` as a new tensor, of the dtype of the residual."""
+        if self.error_decay == 1.0:
+            return residual + values
+        # Product and sum are separate operations, so that all processors get the same bits.
+        return residual.mul(self.error_decay).add_(values)
 
     def count(self, numel: int) -> int:
         """Returns how many of ``numel`` values are sent."""
@@ -75,7 +89,8 @@ class TopK:
         out.index_add_(0, places, wire[4 * count :].view(torch.bfloat16).to(out.dtype))
 
     def __repr__(self) -> str:
-        return f"Compression.topk(density={self.density})"
+        decay = "" if self.error_decay == 1.0 else f", error_decay={self.error_decay}"
+        return f"Compression.topk(density={self.density}{decay})"
 
 
 def _largest(values: Tensor, count: int) -> Tensor:

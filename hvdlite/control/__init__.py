@@ -5,7 +5,7 @@ Rank 0 answers a call with a go once all ranks have made it, or with the reason 
 
     Operation ── Controller (ControlClient ── Coordinator ── Negotiation; Executor) ── Execution ── Handle
 
-`runtime.bootstrap` makes the controller with `connect`; `ops` and `optim` submit operations to it. The operations run
+`runtime.make_world` makes the controller with `connect`; `ops` and `optim` submit operations to it. The operations run
 on `comm.group`.
 
 Modules import only what stands before them:

@@ -25,6 +25,8 @@ LONGEST = 300
 
 _MOST_THREADS = 3
 
+_LISTS_FRAMES = threading.Lock()
+
 _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _LIBRARIES = tuple(
@@ -46,35 +48,45 @@ def places_of_threads(idents: Collection[int]) -> str:
 
     ``idents`` may name threads that have ended. At most three threads are described, the main thread first.
     """
-    frames = frames_of_threads()
     main = threading.main_thread().ident
-    found = sorted((ident for ident in idents if ident in frames), key=lambda ident: ident != main)
-    if not found and main in frames:
-        found = [main]
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     places: list[str] = []
-    for ident in found[:_MOST_THREADS]:
-        place = place_of(frames[ident])
-        places.append(place if not places else f"thread {names.get(ident, ident)!r} at {place}")
+    with FramesOfThreads() as frames:
+        found = sorted((ident for ident in idents if ident in frames), key=lambda ident: ident != main)
+        if not found and main in frames:
+            found = [main]
+        for ident in found[:_MOST_THREADS]:
+            place = place_of(frames[ident])
+            places.append(place if not places else f"thread {names.get(ident, ident)!r} at {place}")
     more = f" and {len(found) - _MOST_THREADS} more threads" if len(found) > _MOST_THREADS else ""
     # The count of further threads is never cut off.
     return ", ".join(places)[: LONGEST - len(more)] + more
 
 
-def frames_of_threads() -> dict[int, FrameType]:
-    """The innermost frame of each thread of this process, by thread ident.
+class FramesOfThreads:
+    """A context in which to follow the frames of all threads of this process: the garbage collector is off.
 
-    `sys._current_frames` holds a lock that every starting or ending thread needs. Some versions of Python may collect
-    garbage while they hold it (CPython's issue 106883), and a finalizer that lets such a thread run would deadlock
-    both. So the garbage collector is off during the call.
+    ``with FramesOfThreads() as frames:`` gives the innermost frame of each thread, by thread ident. Follow their
+    ``f_back`` only within the block:
+
+    - `sys._current_frames` holds a lock that every starting or ending thread needs. Some versions of Python may collect
+      garbage while they hold it (CPython's issue 106883), and a finalizer that lets such a thread run would deadlock
+      both.
+    - Python 3.11 makes the frame that ``f_back`` returns when it is asked for, and may collect garbage then. Where a
+      finalizer lets the thread go on, and return from that frame, its memory is used again while it is read.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+
+    def __enter__(self) -> dict[int, FrameType]:
+        # One thread at a time: another would find the collector off, and this one would turn it on during its block.
+        _LISTS_FRAMES.acquire()
+        self._collects = gc.isenabled()
+        gc.disable()
         return sys._current_frames()
-    finally:
-        if collects:
+
+    def __exit__(self, *_: object) -> None:
+        if self._collects:
             gc.enable()
+        _LISTS_FRAMES.release()
 
 
 def place_of(frame: FrameType) -> str:

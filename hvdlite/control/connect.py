@@ -3,7 +3,7 @@ Makes this rank's controller: connects it to rank 0, with the stall times of the
 
     rank 0 listens ── shares its address over the group ── the others connect ── both authenticate ── ControlClient
 
-`runtime.bootstrap` calls `make_controller` in `hvd.init()`. Under hvdlite-run on one host, rank 0 listens on a Unix
+`runtime.make_world` calls `make_controller` in `hvd.init()`. Under hvdlite-run on one host, rank 0 listens on a Unix
 socket in the job's private directory. Otherwise it listens on a port that the system chooses: on loopback if all ranks
 are on one host, else on the address that gloo uses. It stops listening when all ranks are connected. To authenticate,
 both ends prove that they have the key of the group's signer (see `handshake`).

@@ -11,7 +11,6 @@ forward begins, but it would be copied, pickled and compiled with the model.
 from __future__ import annotations
 
 import random
-import sys
 import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -20,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from ..comm.step_clock import Phase, StepClock
+from .call_sites import FramesOfThreads
 from .stragglers import RankPace
 
 # The average interval between looks at the program.
@@ -69,15 +69,16 @@ class PaceReports:
         """Counts where the program is, and sends the readings that the clock has made."""
         clock = self._clock
         if clock.phase is Phase.LOAD and clock.thread is not None and clock.tells_forward:
-            frame = sys._current_frames().get(clock.thread)
-            # Only now: meanwhile the phase may have ended.
-            if frame is not None and clock.phase is Phase.LOAD:
-                if is_in_model(frame):
-                    clock.in_forward += 1
-                else:
-                    clock.elsewhere += 1
-            # A frame that is kept here would keep the program's tensors.
-            del frame
+            with FramesOfThreads() as frames:
+                frame = frames.get(clock.thread)
+                # Only now: meanwhile the phase may have ended.
+                if frame is not None and clock.phase is Phase.LOAD:
+                    if is_in_model(frame):
+                        clock.in_forward += 1
+                    else:
+                        clock.elsewhere += 1
+            # Frames that are kept here would keep the program's tensors.
+            del frame, frames
         while clock.readings:
             reading = clock.readings.popleft()
             self._send(
@@ -101,4 +102,10 @@ def is_in_model(frame: FrameType | None) -> bool:
             outermost = frame
         frame = frame.f_back
     module = None if outermost is None else outermost.f_locals.get("self")
-    return isinstance(module, nn.Module) and next(module.parameters(), None) is not None
+    if not isinstance(module, nn.Module):
+        return False
+    try:
+        # Not the module's own method, which may return something else, or do anything, on this thread.
+        return next(nn.Module.named_parameters(module), None) is not None
+    except RuntimeError:  # the program adds modules or parameters just now
+        return True

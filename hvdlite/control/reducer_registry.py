@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 from weakref import ref
 
 from ..comm.group import Group
+from ..errors import GradientError
 
 
 class Progress(NamedTuple):
@@ -40,6 +41,10 @@ class SitsOut(Protocol):
 
     def progress(self) -> Progress:
         """Returns how far its step is. Any thread may call it, at any time."""
+        ...
+
+    def why_no_join(self) -> str:
+        """Says why this rank must not join, as the message of a GradientError; empty if it may."""
         ...
 
     def sit_out(self, average_of_active: bool) -> bool: ...
@@ -143,9 +148,18 @@ class ReducerRegistry:
 
     def progress(self) -> list[Progress]:
         """Returns how far each optimizer is that lives in this process. Any thread may call it."""
+        return [member.progress() for member in self._living()]
+
+    def check_join(self) -> None:
+        """Raises a GradientError if this rank has an optimizer with which `join` does not work."""
+        for member in self._living():
+            if why := member.why_no_join():
+                raise GradientError(why)
+
+    def _living(self) -> Iterator[SitsOut]:
         with self._adding:
             groups = list(self._groups.values())
-        return [each for group in groups for each in group.progress()]
+        return (member for group in groups for member in group.living())
 
     def only_one_thread(self, group: Group, what: str) -> AbstractContextManager[None]:
         """Guards the making of a reducer: its number follows from the order of these calls alone.
@@ -189,9 +203,10 @@ class _Members:
             kept = [(number, known) for number, known in self._known if known() is not None]
             self._known = (*kept, (number, ref(member)))
 
-    def progress(self) -> list[Progress]:
-        members = [known() for _, known in self._known]
-        return [member.progress() for member in members if member is not None]
+    def living(self) -> Iterator[SitsOut]:
+        for _, known in self._known:
+            if (member := known()) is not None:
+                yield member
 
     def pin(self) -> dict[int, SitsOut]:
         pinned = {}

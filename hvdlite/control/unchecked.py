@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ..comm.group import Group
 from ..comm.recorder import OPERATIONS, Recorder
-from ..errors import MismatchError
+from ..errors import MismatchError, NotInitializedError
 from .controller import SitOut, StandIn
 from .handle import Handle
 from .mismatch import words_of_difference
@@ -92,6 +92,21 @@ class UncheckedController:
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
+
+
+class StandbyController(UncheckedController):
+    """The controller of a worker that is not a rank yet: it refuses every operation."""
+
+    def submit(self, group: Group, operation: Operation) -> Handle:
+        raise NotInitializedError(
+            f"{operation.describe()}: this worker joins a job that runs already, and has no other ranks until it calls "
+            "the function of hvd.elastic.run: call no collective before that, and broadcast no parameters"
+        )
+
+    def join(self, *, average_of_active: bool, stand_in: StandIn, sit_out: SitOut) -> Handle:
+        raise NotInitializedError(
+            "hvd.join() was called before the function of hvd.elastic.run, by a worker that joins"
+        )
 
 
 def _compare(group: Group, operation: Operation) -> None:

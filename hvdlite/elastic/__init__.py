@@ -8,10 +8,10 @@
 A `State` holds what must be equal on all ranks, and a copy of it from the last commit. hvdlite-run decides which
 workers there are (``--min-np``). Modules import only what stands before them:
 
-    state < ledger < sampler < torch_state < notifications < run
+    state < ledger < sampler < handover < torch_state < notifications < run
 """
 
-from ..errors import WorkerRemovedError
+from ..errors import StateLostError, WorkerRemovedError
 from .run import run, run_fn
 from .sampler import ElasticSampler
 from .state import HostsUpdatedInterrupt, HostUpdates, ObjectState, State
@@ -23,6 +23,7 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "ObjectState",
     "State",
+    "StateLostError",
     "TorchState",
     "WorkerRemovedError",
     "run",

@@ -17,15 +17,17 @@ from typing import Any, NamedTuple
 
 
 class Loss(NamedTuple):
-    """Members that were lost in the same step.
+    """Members that were lost in the same step, or a step that the others have discarded.
 
     ``trained``: how many samples of each share had been trained by then. ``is_added``: what the lost members had left
     was added to the shares of the others, which was too late where a rank had drawn the last sample of its share.
+    ``discarded``: how many samples of each share, behind those, were in the discarded step. They are added likewise.
     """
 
     trained: int
     lost: tuple[int, ...]
     is_added: bool
+    discarded: int = 0
 
 
 @dataclass
@@ -54,8 +56,9 @@ class Division:
         all shares have the same length.
         """
         shares, rest = divide(pool, range(self.size)), []
-        for trained, lost, is_added in self.losses:
+        for trained, lost, is_added, discarded in self.losses:
             rest += left_of([shares.pop(member) for member in lost], trained)
+            rest += left_of([share[: trained + discarded] for share in shares.values()], trained)
             if is_added:
                 for member, added in divide(rest, shares).items():
                     shares[member] += added
@@ -69,13 +72,19 @@ class Division:
 
     def to_list(self) -> list[Any]:
         """Returns it as numbers and lists, for a state or a message."""
-        return [self.size, self.skipped, self.processed, [[at, list(lost), added] for at, lost, added in self.losses]]
+        losses = [[each.trained, list(each.lost), each.is_added, each.discarded] for each in self.losses]
+        return [self.size, self.skipped, self.processed, losses]
 
     @classmethod
     def from_list(cls, saved: Sequence[Any]) -> Division:
         """Returns the division that `to_list` was called on."""
         size, skipped, processed, losses = saved
-        return cls(size, skipped, processed, [Loss(at, tuple(lost), added) for at, lost, added in losses])
+        return cls(size, skipped, processed, losses_from(losses))
+
+
+def losses_from(saved: Iterable[Sequence[Any]]) -> list[Loss]:
+    """Returns the losses of the last part of what `Division.to_list` has returned."""
+    return [Loss(trained, tuple(lost), is_added, *discarded) for trained, lost, is_added, *discarded in saved]
 
 
 def divide(pool: Sequence[int], members: Collection[int]) -> dict[int, list[int]]:
@@ -119,6 +128,19 @@ class Votes:
         """Returns how many samples of each share were trained before the step of this optimizer that has not ended."""
         ends = [last + self._late_of(each, number, recorded) for each, (_, _, last) in self._ended.items()]
         return min(max(ends, default=0), recorded)
+
+    def another_ends(self, number: int, recorded: int) -> bool:
+        """Whether another optimizer's step has ended when so many samples were recorded: it has trained these."""
+        return any(last == recorded for each, (_, _, last) in self._ended.items() if each != number)
+
+    def late(self, number: int, recorded: int | None = None) -> int:
+        """Returns how many samples of a step of this optimizer are recorded after it, as far as that is known.
+
+        ``recorded``: how many are in its next step, which has not ended.
+        """
+        if recorded is not None and number in self._ended:
+            return self._late_of(number, number, recorded)
+        return self._late.get(number, 0)
 
     def _late_of(self, number: int, in_step: int | None, recorded: int) -> int:
         count, first, _ = self._ended[number]

@@ -38,6 +38,7 @@ def listening(state: State) -> Iterator[None]:
         listener = _listen(state)
         if newcomers:
             # They need the state as it is now: the step of which the averages are missing is begun again with them.
+            state._give_up_step()
             raise HostsUpdatedInterrupt
         state.on_reset()
 

@@ -11,10 +11,20 @@ from typing import Any, TypeVar
 import torch
 
 from ..comm.reduce_op import Max
-from ..errors import CommunicationError, HvdliteError
+from ..errors import CommunicationError, HvdliteError, StateLostError
+from ..faults import point
 from ..log import log
 from ..ops.api import allreduce
-from ..runtime.world import current_world, enter_again, is_initialized, note_elastic_program
+from ..runtime.world import (
+    current_world,
+    enter_again,
+    has_state,
+    is_initialized,
+    note_elastic_program,
+    note_loss_in_commit,
+    note_state,
+    tell_of_elastic_program,
+)
 from .notifications import listening
 from .state import HostsUpdatedInterrupt, State
 
@@ -33,6 +43,7 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
     - a lost rank (`hvd.CommunicationError`, or a `HorovodInternalError` that the program raises): the state is restored
       to its last commit. If the same ranks fail three times without a commit in between, the error is raised;
     - `HostsUpdatedInterrupt`, from `State.commit` or `State.check_host_updates`: the state is kept as it is;
+    - a `StateLostError`, if all ranks are lost that had the state: those that were to get it cannot begin anew;
     - any other exception, which is raised: a mismatch between ranks, or a wrong shape, would come again.
 
     In the first two cases `hvd.shutdown` and `hvd.init` are called, then the reset callbacks, then ``func`` again.
@@ -51,7 +62,11 @@ def run_fn(func: Callable[..., Result], reset: Callable[[], None]) -> Callable[.
     def call(state: State, *args: Any, **kwargs: Any) -> Result:
         note_elastic_program()
         needs_sync = True
-        is_reset = False
+        # A new worker has made what it needs now, and becomes a rank.
+        is_reset = current_world().stands_by
+        if is_reset:
+            point("join")
+            reset()
         failures = _Failures()
         while True:
             try:
@@ -61,17 +76,28 @@ def run_fn(func: Callable[..., Result], reset: Callable[[], None]) -> Callable[.
                     if is_reset:
                         state.on_reset()
                     # A rank may be lost when some ranks have got a `HostsUpdatedInterrupt`, and others have not yet.
-                    if _any_rank(needs_sync):
+                    if _must_sync(needs_sync):
                         state.sync()
+                        note_state()
+                    state._here = None
+                    tell_of_elastic_program()
                     return func(state, *args, **kwargs)
             except HvdliteError as error:
                 if not _is_recoverable(error) or failures.are_too_many(state):
                     raise
-                log.warning("elastic: going back to the last commit, since %s", error)
+                if state._is_in_commit:
+                    note_loss_in_commit()
+                    log.warning("elastic: going back to this commit, which loses nothing, since %s", error)
+                else:
+                    log.warning("elastic: going back to the last commit, since %s", error)
                 state.restore()
+                state._is_in_commit = False
                 needs_sync = True
             except HostsUpdatedInterrupt as interrupt:
                 log.info("elastic: %s", interrupt)
+                state._is_in_commit = False
+                if (seat := current_world().seat) is not None:
+                    state._note_kept(seat.generation)
                 needs_sync = not interrupt.skip_sync
             reset()
             is_reset = True
@@ -108,8 +134,29 @@ def _is_recoverable(error: HvdliteError) -> bool:
     return is_of_a_lost_rank and is_initialized() and current_world().seat is not None
 
 
-def _any_rank(needs_sync: bool) -> bool:
-    """Whether ``needs_sync`` is true on any rank. Every rank must call it, and waits for all."""
-    if current_world().seat is None:
+def _must_sync(needs_sync: bool) -> bool:
+    """Whether ``needs_sync`` is true on any rank. Every rank must call it, and waits for all.
+
+    Raises a StateLostError on all ranks if none has the state of the training, since whoever was to send it was lost.
+    If only rank 0 has none, it raises that error, and the others one after which they go on without rank 0.
+    """
+    world = current_world()
+    if world.seat is None:
         return needs_sync
-    return bool(allreduce(torch.tensor(int(needs_sync)), op=Max, name="hvd.elastic.run").item())
+    is_first = world.topology.rank == 0
+    own = torch.tensor([needs_sync, has_state(), has_state() and is_first], dtype=torch.int64)
+    any_needs_sync, any_has_state, first_has_state = allreduce(own, op=Max, name="hvd.elastic.run").tolist()
+    if not any_has_state:
+        # What the program has made would begin the training anew, and overwrite its checkpoints.
+        raise StateLostError(
+            "no rank is left that has the state of the training: start the job again, from a checkpoint if the "
+            "program has saved one"
+        )
+    if not first_has_state:
+        if is_first:
+            raise StateLostError(
+                "this rank has not got the state of the training, since the rank that sent it was lost: others have "
+                "it, and go on without this rank"
+            )
+        raise CommunicationError("rank 0 has not got the state of the training, and ends")
+    return bool(any_needs_sync)

@@ -17,7 +17,7 @@ from torch.utils.data import Sampler
 
 from ..runtime.survival import Note
 from ..runtime.world import current_world, is_initialized, note_samples, rank, size
-from .ledger import Division, Loss, Votes
+from .ledger import Division, Loss, Votes, losses_from
 
 
 class _Next(NamedTuple):
@@ -26,6 +26,17 @@ class _Next(NamedTuple):
     place: list[int]
     member: int
     losses: list[Loss]
+
+
+class _Discarded(NamedTuple):
+    """The step that was discarded last, of which something may still be recorded; see `Loss`.
+
+    ``stop``: the end of what is recorded of it. ``is_late``: the program records something after its step.
+    """
+
+    stop: int
+    is_added: bool
+    is_late: bool
 
 
 class ElasticSampler(Sampler[int]):
@@ -66,6 +77,9 @@ class ElasticSampler(Sampler[int]):
         self._next: _Next | None = None
         self._votes = Votes()
         self._is_drawn = self._has_ended = False
+        # Whether the samples of a step that is discarded now are added to what is drawn in this iteration.
+        self._may_add = False
+        self._discarded: _Discarded | None = None
         self._divide()
         if is_initialized() and (survival := current_world().survival) is not None:
             survival.follow(self)
@@ -90,6 +104,10 @@ class ElasticSampler(Sampler[int]):
     def _record(self, count: int) -> None:
         self.processed_num += count * self.num_replicas
         self._division.processed += count
+        discarded = self._discarded
+        if discarded is not None and discarded.is_late:
+            self._discarded = None
+            self._discard(discarded.stop, count, is_added=discarded.is_added)
         note_samples(count)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
@@ -150,6 +168,7 @@ class ElasticSampler(Sampler[int]):
         self.remaining_indices = pool[skipped:]
         self._division, self._member = Division(self.num_replicas, skipped), self.rank
         self._votes.begin()
+        self._discarded = None
         self._is_drawn = self._has_ended = False
         ahead, self._next = self._next, None
         if ahead is not None and ahead.place[:-1] == self._place[:-1]:
@@ -196,9 +215,38 @@ class ElasticSampler(Sampler[int]):
     def note_vote(self, number: int) -> None:
         """Notes that a step of the optimizer with this number has ended on this rank."""
         self._votes.note(number, self._division.processed)
+        self._discard_late(self._votes.late(number))
+
+    def _discard_late(self, late: int) -> None:
+        """Discards what was recorded after the discarded step, where that was known only from the next step."""
+        discarded, self._discarded = self._discarded, None
+        if discarded is not None and late:
+            self._discard(discarded.stop, late, is_added=False)
+
+    def note_discarded(self, number: int) -> None:
+        """Adds the samples of the step that is discarded to what is drawn later."""
+        division = self._division
+        is_trained = self._votes.another_ends(number, division.processed)
+        trained = self._votes.trained(number, division.processed)
+        recorded = division.processed - trained
+        late = self._votes.late(number, division.processed)
+        self.note_vote(number)
+        if is_trained:
+            return
+        if recorded:
+            self._discard(trained, recorded, is_added=self._may_add)
+        self._discarded = _Discarded(trained + recorded, self._may_add, late > 0 or not recorded)
+
+    def _discard(self, trained: int, count: int, *, is_added: bool) -> None:
+        losses = self._division.losses
+        # A rank that has come to the step before may have told this one.
+        if not any(loss.discarded and loss.trained == trained for loss in losses):
+            self._lose([*losses, Loss(trained, (), is_added, count)])
 
     def note_of(self, number: int | None) -> dict[str, Any]:
         """Returns what the other ranks must know to go on without those that are lost; it is JSON."""
+        if number is not None:
+            self._discard_late(self._votes.late(number, self._division.processed))
         return {
             "place": self._place,
             "rank": self.rank,
@@ -216,12 +264,14 @@ class ElasticSampler(Sampler[int]):
         place = ahead[0]["place"]
         there = [note.note for note in notes if note.note["place"] == place]
         # A rank that was lost meanwhile may have kept some of them from hearing of an earlier loss.
-        losses = [Loss(at, tuple(lost), added) for at, lost, added in max((note["losses"] for note in there), key=len)]
+        losses = max((losses_from(note["losses"]) for note in there), key=len)
         before = Division(place[-1], losses=losses)
         # A division's members are the ranks of the world in which it was made, which those behind are in, too.
         members = [note.note["member" if note.note["place"] == place else "rank"] for note in notes]
+        is_added = not any(note["has_ended"] for note in there)
+        # Ranks that come to the discarded step later may have drawn their last sample by then.
+        self._may_add = is_added and all(note.passed == most for note in notes)
         if lost := tuple(member for member in before.members if member not in members):
-            is_added = not any(note["has_ended"] for note in there)
             losses.append(Loss(min(note["trained"] for note in ahead), lost, is_added))
         self.num_replicas, self.rank = size(), rank()
         if place == self._place:
@@ -230,9 +280,10 @@ class ElasticSampler(Sampler[int]):
             self._next = _Next(place, members[self.rank], losses)
 
     def _lose(self, losses: list[Loss]) -> None:
-        for loss in losses[len(self._division.losses) :]:
+        known, self._division.losses = len(self._division.losses), losses
+        for number, loss in enumerate(losses[known:], known + 1):
             self.processed_num += (loss.trained - self._division.processed) * len(loss.lost)
-        self._division.losses = losses
+            self.processed_num -= loss.discarded * len(Division(self._division.size, losses=losses[:number]).members)
         share = self._share()
         if self._is_drawn:
             self.indices += share[len(self.indices) :]

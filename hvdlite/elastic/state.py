@@ -47,6 +47,9 @@ class _News(NamedTuple):
     updates: int
 
 
+# The first item of `State._here` where the state is that of a save.
+SAVED = "saved"
+
 Broadcast = Callable[[Any], Any]
 """Gives every rank the object of rank 0."""
 
@@ -56,6 +59,14 @@ class State:
 
     Derived classes define `save`, `restore` and `sync`, and may define `reset`.
     """
+
+    # How many states have been saved, equal on all ranks, from the first `sync` on. Here, since derived classes may not
+    # call the constructor.
+    _saves: int | None = None
+    # Between two calls of the function: which state this is, in words that are equal on ranks with equal states.
+    _here: list[Any] | None = None
+    # Whether `commit` has saved, and has not returned.
+    _is_in_commit = False
 
     def __init__(self, bcast_object: Broadcast, get_rank: Callable[[], int]) -> None:
         """``bcast_object`` gives every rank the object of rank 0; ``get_rank`` says which rank this is now."""
@@ -80,6 +91,9 @@ class State:
         for callback in self._reset_callbacks:
             callback()
 
+    def _give_up_step(self) -> None:
+        """Note that the step which is being taken begins again in the world that there is now."""
+
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Note that hosts have changed, for the next `check_host_updates`. May be called from any thread.
 
@@ -94,12 +108,30 @@ class State:
     def commit(self) -> None:
         """Save, and `check_host_updates`. Every rank must call it, and waits for rank 0.
 
-        When a rank is lost, `restore` goes back to what was saved. A commit takes as long as copying the state.
+        When a rank is lost, `restore` goes back to what was saved. A commit takes as long as copying the state. With
+        parameters on GPUs it first waits until the steps so far have ended on all ranks.
         """
         point("commit")
+        self._require_ended()
         self.save()
         self._commits += 1
+        self._note_saved()
+        # If it raises, this is still the state that was saved.
+        self._is_in_commit = True
         self.check_host_updates()
+        self._here, self._is_in_commit = None, False
+
+    def _require_ended(self) -> None:
+        """Waits for the steps whose results `commit` saves, or raises their error; does nothing unless overridden."""
+
+    def _note_saved(self) -> None:
+        """Notes that the state is the one that was saved last."""
+        self._here = None if self._saves is None else [SAVED, self._saves]
+
+    def _note_kept(self, generation: int) -> None:
+        """Notes that all ranks of a generation have left the function at the same point, with the state as it was."""
+        if self._here is None and self._saves is not None:
+            self._here = ["kept", generation, self._saves]
 
     def check_host_updates(self) -> None:
         """Raise `HostsUpdatedInterrupt` on every rank if rank 0 knows of hosts that were added or removed.
@@ -171,12 +203,15 @@ class ObjectState(State):
 
     def save(self) -> None:
         """Save copies of the current attributes."""
+        if self._saves is not None:
+            self._saves += 1
         self._saved_state = {name: self._copy(name, getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
         """Give the attributes the values that were saved last."""
         for name, value in self._saved_state.items():
             setattr(self, name, self._copy(name, value))
+        self._note_saved()
 
     def sync(self) -> None:
         """Give the attributes of every rank the values that rank 0's have now, and save them.

@@ -1,8 +1,9 @@
 """
 `TorchState`: models, optimizers, samplers, schedulers and plain attributes of an elastic program.
 
-    TorchState(model=..., optimizer=..., epoch=0) ── a handler for each that has one ── save, restore, sync
-                                                  └─ the others as attributes of an ObjectState
+    TorchState(model=..., optimizer=..., epoch=0) ── a handler for each that has one ── save, restore
+                                                  ├─ the others as attributes of an ObjectState
+                                                  └─ sync ── `handover`: all of it in one operation
 
 Saved state is in memory: a copy of each tensor, on the same device.
 """
@@ -10,17 +11,24 @@ Saved state is in memory: a copy of each tensor, on the same device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..ops.broadcast import broadcast_object, broadcast_parameters
-from ..optim.optimizer_state import broadcast_optimizer_state
-from ..runtime.world import rank
+from ..control.operation import ELASTIC_STATE
+from ..ops.api import barrier
+from ..ops.broadcast import broadcast_object
+from ..ops.sendable import check_sendable, check_writable, plain_tensor
+from ..ops.typed_values import Decoder, Encoder
+from ..optim.optimizer import DistributedOptimizer
+from ..optim.optimizer_state import SentTensors, encode_state, state_of, take_options, unwrapped, what_is_equal
+from ..runtime.process_set_functions import global_process_set
+from ..runtime.world import rank, require_ended
+from .handover import Handed, InPlace, hand_over
 from .sampler import ElasticSampler
-from .state import ObjectState
+from .state import SAVED, ObjectState
 
 
 class StateHandler:
@@ -64,38 +72,144 @@ class _HasStateDict(Protocol):
 
 
 class StateDictHandler(StateHandler):
-    """For objects with `state_dict` and `load_state_dict`, such as schedulers and GradScaler. Sends a pickle."""
+    """For objects with `state_dict` and `load_state_dict`, such as schedulers and GradScaler. Sends typed values.
+
+    It has the methods of `handover.Handed`. A `TorchState` sends the objects of all such handlers together, unless a
+    derived class defines a ``sync`` of its own.
+    """
 
     value: _HasStateDict
 
     def save(self) -> None:
         self._saved = copy.deepcopy(self.value.state_dict())
 
+    def differs_by_rank(self) -> bool:
+        """Whether ranks may have different states of the object after the same commit."""
+        return False
+
+    def save_changes(self) -> None:
+        """Save, where only little has changed since the last `save` or `restore`."""
+        self.save()
+
     def restore(self) -> None:
         # Copied once more: some keep what they are given, and it may be restored again.
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+        hand_over({"": self}, None, 0)
+
+    def what_is_equal(self) -> Mapping[str, Any]:
+        return {}
+
+    def in_place(self) -> Sequence[InPlace]:
+        return []
+
+    def encode(self, encoder: Encoder, sent: SentTensors) -> Any:
+        return encoder.encode(self.value.state_dict(), "state_dict()")
+
+    def params(self) -> Sequence[torch.Tensor]:
+        return []
+
+    def given(self) -> None:
+        # As the other ranks do: a sampler divides the rest of the epoch anew.
+        self.value.load_state_dict(self.value.state_dict())
+
+    def take(self, tree: Any, decoder: Decoder, *, is_whole: bool) -> None:
+        self.value.load_state_dict(decoder.decode(tree))
 
 
-class ModelStateHandler(StateDictHandler):
+class _LargeStateHandler(StateDictHandler):
+    """For objects with large tensors: `save_changes` copies only those that have changed."""
+
+    # The tensors when they were saved or restored, with their numbers of changes. While they are kept here, no other
+    # tensor can be in the same memory.
+    _before: Sequence[tuple[torch.Tensor, int]] = ()
+
+    def save(self) -> None:
+        self._save(self.value.state_dict(), {})
+
+    def save_changes(self) -> None:
+        current = self.value.state_dict()
+        tensors, saved = list(_tensors_in(current)), list(_tensors_in(self._saved))
+        unchanged = {}
+        if len(tensors) == len(self._before) == len(saved):
+            for now, (before, changes), copied in zip(tensors, self._before, saved, strict=True):
+                if now.data_ptr() == before.data_ptr() and _changes(now) == changes and _form(now) == _form(copied):
+                    unchanged[id(now)] = copied
+        self._save(current, unchanged)
+
+    def _save(self, current: Any, unchanged: dict[int, Any]) -> None:
+        self._saved = copy.deepcopy(current, unchanged)
+        self._note(current)
+
+    def restore(self) -> None:
+        super().restore()
+        self._note(self.value.state_dict())
+
+    def given(self) -> None:
+        return
+
+    def _note(self, current: Any) -> None:
+        self._before = [(tensor, _changes(tensor)) for tensor in _tensors_in(current)]
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each)
+
+
+def _changes(tensor: torch.Tensor) -> int:
+    # Tensors of inference mode do not count them: equal to no number.
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+class ModelStateHandler(_LargeStateHandler):
     """For modules: sends parameters and buffers as tensors, which are received in place."""
 
     value: torch.nn.Module
 
-    def sync(self) -> None:
-        broadcast_parameters(self.value.state_dict())
+    def in_place(self) -> Sequence[InPlace]:
+        params = {name for name, _ in self.value.named_parameters(remove_duplicate=False)}
+        entries = []
+        for name, tensor in sorted(self.value.state_dict().items()):
+            if isinstance(tensor, torch.Tensor):
+                check_sendable(tensor, ELASTIC_STATE.name, repr(name))
+                check_writable(tensor, ELASTIC_STATE.name, repr(name))
+                entries.append(InPlace(name, plain_tensor(tensor), name in params))
+        return entries
+
+    def encode(self, encoder: Encoder, sent: SentTensors) -> Any:
+        # What modules return in `get_extra_state`.
+        others = {name: each for name, each in self.value.state_dict().items() if not isinstance(each, torch.Tensor)}
+        return encoder.encode(others, "state_dict()")
+
+    def take(self, tree: Any, decoder: Decoder, *, is_whole: bool) -> None:
+        if others := decoder.decode(tree):
+            self.value.load_state_dict({**self.value.state_dict(), **others})
 
 
-class OptimizerStateHandler(StateDictHandler):
-    """For optimizers, wrapped or not: sends their state as tensors. After a restore, `reset` drops the gradients."""
+class OptimizerStateHandler(_LargeStateHandler):
+    """For optimizers, wrapped or not: sends their state as tensors. `reset` drops the gradients of a given-up step."""
 
     value: torch.optim.Optimizer
     _has_old_gradients = False
 
     def restore(self) -> None:
         super().restore()
+        self.give_up_step()
+
+    def give_up_step(self) -> None:
+        """Notes that its gradients are of no use."""
         # They are dropped in the next world, since in one that has lost a rank averages may still be on their way.
         self._has_old_gradients = True
 
@@ -104,8 +218,29 @@ class OptimizerStateHandler(StateDictHandler):
             self._has_old_gradients = False
             self.value.zero_grad()
 
-    def sync(self) -> None:
-        broadcast_optimizer_state(self.value)
+    def what_is_equal(self) -> Mapping[str, Any]:
+        return what_is_equal(self._unwrapped())
+
+    def differs_by_rank(self) -> bool:
+        optimizer = self.value
+        return isinstance(optimizer, DistributedOptimizer) and optimizer.process_set is not global_process_set
+
+    def encode(self, encoder: Encoder, sent: SentTensors) -> Any:
+        return encode_state(self._unwrapped(), encoder, sent)
+
+    def params(self) -> Sequence[torch.Tensor]:
+        # The property of a DistributedOptimizer waits for gradients that are being averaged.
+        return [param for entry in self.value.param_groups for param in entry["params"]]
+
+    def take(self, tree: Any, decoder: Decoder, *, is_whole: bool) -> None:
+        if is_whole:
+            params = self.params()
+            state_of(tree, decoder, params).give_to(self._unwrapped(), params)
+        else:
+            take_options(tree, decoder, self._unwrapped())
+
+    def _unwrapped(self) -> Any:
+        return unwrapped(self.value, ELASTIC_STATE.name)
 
 
 class SamplerStateHandler(StateDictHandler):
@@ -115,6 +250,23 @@ class SamplerStateHandler(StateDictHandler):
 
     def reset(self) -> None:
         self.value.reset()
+
+
+class _Attributes(StateDictHandler):
+    """The other attributes of a state, as an object that `hand_over` takes."""
+
+    def __init__(self, state: ObjectState, names: Sequence[str]) -> None:
+        self._state, self._names = state, names
+
+    def encode(self, encoder: Encoder, sent: SentTensors) -> Any:
+        return [[name, encoder.encode(getattr(self._state, name), name)] for name in self._names]
+
+    def given(self) -> None:
+        return
+
+    def take(self, tree: Any, decoder: Decoder, *, is_whole: bool) -> None:
+        for name, encoded in tree:
+            setattr(self._state, name, decoder.decode(encoded))
 
 
 Registry = dict[type, type[StateHandler]]
@@ -143,6 +295,15 @@ def _handler_of(value: Any) -> StateHandler | None:
     found = (handler for kind, handler in _registry.items() if isinstance(value, kind))
     handler = next(found, None)
     return None if handler is None else handler(value)
+
+
+def _has_gpu_parameters(handlers: Iterable[StateHandler]) -> bool:
+    known = [handler for handler in handlers if isinstance(handler, StateDictHandler)]
+    return any(param.is_cuda for handler in known for param in handler.params())
+
+
+# Among the names of objects, that of all other attributes together.
+_REST = "*"
 
 
 class TorchState(ObjectState):
@@ -179,6 +340,18 @@ class TorchState(ObjectState):
         self._each(lambda handler: handler.save())
         super().save()
 
+    def _require_ended(self) -> None:
+        # A GPU's wait for a lost rank can only be aborted, while the program is ahead of it: then the optimizer has
+        # used gradients that are no averages. So no rank saves before the collectives of all have ended well.
+        if _has_gpu_parameters(self._handlers.values()):
+            require_ended("state.commit()")
+            barrier()
+
+    def _give_up_step(self) -> None:
+        for handler in self._handlers.values():
+            if isinstance(handler, OptimizerStateHandler):
+                handler.give_up_step()
+
     def restore(self) -> None:
         """Give everything the state that was saved last."""
         self._each(lambda handler: handler.restore())
@@ -186,10 +359,30 @@ class TorchState(ObjectState):
 
     def sync(self) -> None:
         """Give everything of every rank the state that rank 0's has now, and save it. Every rank must call it."""
-        self._each(lambda handler: handler.sync())
-        super().sync()
+        handed: dict[str, Handed] = {}
+        for name, handler in self._handlers.items():
+            if isinstance(handler, StateDictHandler) and type(handler).sync is StateDictHandler.sync:
+                handed[name] = handler
+            else:
+                handler.sync()
+        names = tuple(self._saved_state)
+        handed[_REST] = _Attributes(self, names)
+        # The ranks outside of an optimizer's process set have older parameters, though they have the same commit.
+        differs = any(isinstance(each, StateDictHandler) and each.differs_by_rank() for each in self._handlers.values())
+        own_state = None if differs else self._here
+        receipt = hand_over(handed, own_state, self._saves or 0, lambda name: self._title(name, names))
         # Only now, so that a rank that is lost in between leaves no half of a commit.
-        self._each(lambda handler: handler.save())
+        is_saved = self._here is not None and self._here[0] == SAVED and not receipt.is_whole
+        self._saves = receipt.commits
+        for handler in self._handlers.values():
+            if is_saved and isinstance(handler, StateDictHandler):
+                handler.save_changes()
+            else:
+                handler.save()
+        super().save()
+
+    def _title(self, name: str, names: Sequence[str]) -> str:
+        return f"{type(self).__name__}({', '.join(names) if name == _REST else name})"
 
     def reset(self) -> None:
         """Divide samplers anew among the ranks that there are now."""

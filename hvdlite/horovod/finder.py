@@ -36,7 +36,7 @@ def install() -> None:
     already imported another `horovod`.
     """
     known = sys.modules.get(NAME)
-    if known is not None and known.__name__ == NAME and CHILDREN_PATH not in (known.__file__ or ""):
+    if known is not None and known.__name__ == NAME and not _is_own(known):
         raise RuntimeError(
             f"horovod has been imported from {known.__file__} already: call hvdlite.horovod.install() before, or start "
             "the program with python -m hvdlite.horovod"
@@ -50,6 +50,11 @@ def install() -> None:
     for_children = os.environ.get("PYTHONPATH", "")
     if CHILDREN_PATH not in for_children.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [CHILDREN_PATH, for_children]))
+
+
+def _is_own(horovod: ModuleType) -> bool:
+    # The directory may have several names: a link in the PYTHONPATH of a parent process, for example.
+    return Path(CHILDREN_PATH).resolve() in Path(horovod.__file__ or "").resolve().parents
 
 
 class Finder(MetaPathFinder):

@@ -8,5 +8,5 @@ The public collectives and their implementation, `join`, and batch normalization
 Modules import only what stands before them:
 
     sendable < adasum < reduction < failures < packing < base < rows < allgather_reducescatter < alltoall < allreduce
-        < broadcast < api < join < batch_norm
+        < broadcast < typed_values < api < join < batch_norm
 """

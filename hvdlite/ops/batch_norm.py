@@ -323,9 +323,14 @@ def gradient_sums(grad: Tensor, input: Tensor, mean: Tensor, variance: Tensor, e
     """Sums, over this rank's batch, the output's gradient, and its products with the normalized input; per channel."""
     if input.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
-    # With constant statistics, the gradients of bias and weight are these sums.
+    if grad.is_cuda:
+        # Of contiguous 16-bit batches PyTorch's kernel rounds terms to 16 bits: sums are off by a thousandth.
+        grad, input = grad.to(mean.dtype), input.to(mean.dtype)
+    # With constant statistics, the gradients of bias and weight are these sums. The operation on a GPU needs a weight,
+    # and statistics that its forward pass has saved: if they are empty, it takes the constant ones.
+    saved = mean.new_empty(0)
     _, dot, total = torch.ops.aten.native_batch_norm_backward(
-        grad, input, None, mean, variance, None, None, False, eps, [False, True, True]
+        grad, input, torch.ones_like(mean), mean, variance, saved, saved, False, eps, [False, True, True]
     )
     return total, dot
 

@@ -2,7 +2,8 @@
 Broadcasts tensors, parameters and picklable objects from one rank; gathers objects of all ranks (`allgather_object`).
 
     a tensor ── broadcast ── a new one, or the rank's own overwritten
-    named tensors ── packed as bytes into a few flat buffers, one per device and 64 MiB ── broadcast ── copied out
+    named tensors ── small ones packed as bytes into flat buffers, one per device and 64 MiB ── broadcast ── copied out
+                  └─ those of 1 MiB and more ── broadcast from where they are to where they belong
 
 Each call is one operation: all ranks compare what must be equal, then the bytes are sent. Objects are pickled and
 unpickled on the calling thread, since their methods may run any code, including other operations. An optimizer's state
@@ -49,6 +50,9 @@ from .sendable import check_sendable, check_writable, plain_tensor
 PACK_BYTES = 64 * 2**20
 
 _PACK_ALIGNMENT_BYTES = 16
+
+# A tensor from this size on is sent by itself, without a copy: it takes longer than beginning a broadcast.
+_ALONE_BYTES = 2**20
 
 Params = Mapping[str, Any] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -180,9 +184,12 @@ def digest_of(value: object) -> str:
 
 
 def broadcast_tensors(tensors: list[Tensor], root: int, execution: Execution) -> None:
-    """Overwrites these tensors in place with those of group rank ``root``, in as few broadcasts as devices allow."""
-    for pack in _packs(tensors):
+    """Overwrites these tensors in place with those of group rank ``root``: large ones by themselves, others packed."""
+    for pack in _packs([tensor for tensor in tensors if tensor.nbytes < _ALONE_BYTES]):
         _broadcast_pack(pack, root, execution.group, execution.what)
+    for tensor in tensors:
+        if tensor.nbytes >= _ALONE_BYTES:
+            _broadcast_alone(tensor, root, execution.group, execution.what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +305,18 @@ def _packs(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
             pack.append(tensor)
             packed_bytes += tensor.nbytes
         yield pack
+
+
+def _broadcast_alone(tensor: Tensor, root: int, group: Group, what: str) -> None:
+    if group.rank == root:
+        group.broadcast(plain(tensor), root, what).wait()
+    elif is_plain(tensor):
+        group.broadcast(tensor, root, what).wait()
+        mark_written([tensor])
+    else:
+        wire = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        group.broadcast(wire, root, what).wait()
+        tensor.copy_(wire)
 
 
 def _broadcast_pack(pack: list[Tensor], root: int, group: Group, what: str) -> None:

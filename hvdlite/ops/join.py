@@ -20,6 +20,7 @@ from ..control.controller import StandIn
 from ..control.handle import Handle
 from ..control.operation import Execution, Kind, Run
 from ..control.reducer_registry import SitsOut
+from ..errors import CommunicationError
 from ..runtime.world import current_world
 from ..values import shown, whole_number
 from .allreduce import stand_in
@@ -50,18 +51,21 @@ def join(device: int = -1, average: str = _OF_ALL) -> int:
             "has no step that it could finish when another is lost. Leave one of them out"
         )
     sitting = _Sitting(average_of_active=average == _OF_ACTIVE)
-    handle = world.controller.join(
-        average_of_active=sitting.average_of_active, stand_in=_stand_in_on(device), sit_out=sitting.begin
-    )
     try:
+        handle = world.controller.join(
+            average_of_active=sitting.average_of_active, stand_in=_stand_in_on(device), sit_out=sitting.begin
+        )
         last_rank: int = handle.wait()
+        for thread in sitting.members:
+            thread.join()
+        # Raises the error of a thread, if one has failed.
+        handle.wait()
     except Exception as error:
         sitting.spoil(error)
+        if isinstance(error, CommunicationError):
+            # Another rank may have raised this, and left, before this rank came here.
+            world.generation.reducers.check_join()
         raise
-    for thread in sitting.members:
-        thread.join()
-    # Raises the error of a thread, if one has failed.
-    handle.wait()
     return last_rank
 
 

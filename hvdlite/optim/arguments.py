@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..comm.reduce_op import Adasum, Average, ReduceOp, Sum
 from ..compression.casts import Compression, ResolvedCompression, check_compression
-from ..compression.codecs import Codec
+from ..compression.codecs import Codec, check_blocks
 from ..compression.top_k import Encoding, EncodingTypes
 from ..environment import Environment
 from ..errors import WrongTypeError
@@ -74,19 +74,15 @@ def check_predivide(factor: object, op: ReduceOp) -> float:
 def check_codec(compression: object, op: ReduceOp) -> tuple[ResolvedCompression, Encoding | None]:
     """Returns the compression, or none and the codec that was given in its place; ValueError for that with Adasum."""
     if not isinstance(compression, EncodingTypes):
-        return check_compression(compression), None
+        own = ".none, .fp16, .bf16, .int8, .int4, .topk() or .powersgd()"
+        return check_compression(compression, own), None
     if op == Adasum:
         raise ValueError(
             f"compression={compression!r} does not work with op=hvd.Adasum, which needs all ranks' steps as they are: "
             "use hvd.Compression.fp16, or another op"
         )
-    if not isinstance(compression, Codec):
-        return Compression.none, compression
-    if not isinstance(compression.block, int) or compression.block < 1 or compression.nbytes(compression.block) % 4:
-        raise ValueError(
-            f"compression={compression!r}: its block must be a positive number of elements whose nbytes is a multiple "
-            f"of 4, and it is {compression.block!r}"
-        )
+    if isinstance(compression, Codec):
+        check_blocks(compression)
     return Compression.none, compression
 
 
@@ -183,16 +179,14 @@ def check_weighted(loss: object, n: object, settings: Settings) -> tuple[Tensor,
     return loss, number
 
 
-def check_survivable(settings: Settings, *, has_all_ranks: bool, params: Iterable[Tensor]) -> None:
+def check_survivable(settings: Settings, *, has_all_ranks: bool) -> None:
     """Raises ValueError for what cannot go on in the step in which a rank is lost (``--survive``)."""
     why = {
         "step_on_arrival=True, whose step is taken before all ranks have all averages": settings.step_on_arrival,
         "op=hvd.Adasum, whose step is taken before ranks combine it": settings.op == Adasum,
         "an exchange= of your own, whose state would change twice in such a step": settings.exchange is not None,
-        f"compression={settings.codec!r}, whose residuals would change twice": settings.codec is not None,
         f"outer={settings.outer!r}, whose outer steps would be taken twice": settings.outer is not None,
         "a process_set, whose ranks are those of a world that may end": not has_all_ranks,
-        "parameters on GPUs": any(param.is_cuda for param in params),
     }
     for what, is_given in why.items():
         if is_given:

@@ -9,6 +9,7 @@ The wrapped instance keeps its state, LR schedulers and step hooks. `reducer` av
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from .clipping import NormClipper
 from .horovod_attributes import HorovodsAttributes
 from .reducer import Reducer
 from .step_by_bucket import StepByBucket
-from .weights import no_loss
+from .weights import FIRST_REFERENCE, no_loss
 
 # The key of hvdlite's own state in a state_dict: a dict with a part for each owner. PyTorch's optimizers ignore it.
 _KEY = "hvdlite"
@@ -34,8 +35,18 @@ _EXCHANGE = "exchange"
 # The part of the outer steps.
 _OUTER = "outer"
 
+# The scale of the losses whose gradients are in the part of the exchange.
+_LOSS_SCALE = "loss_scale"
+
+# What their weights were divided by, if losses are weighted.
+_REFERENCE = "weight_reference"
+
 # Warn after this many steps with a single backward pass: fewer may be an accident.
 _SINGLE_PASSES = 3
+
+
+class _DiscardedError(Exception):
+    """Leaves the wrapped optimizer's step with a closure, since all ranks discard the step."""
 
 
 class AveragingOptimizer(HorovodsAttributes):
@@ -55,10 +66,6 @@ class AveragingOptimizer(HorovodsAttributes):
         at first use, so the optimizers that all ranks use first at that time belong together.
         """
         self._reducer = reducer
-        # If False, GradScaler unscales the averages itself before it decides whether to step. With Adasum each rank has
-        # its own gradients, so the ranks must decide together, and outer steps count skipped steps too: see
-        # `Reducer.agree_to_step`.
-        self._step_supports_amp_scaling = reducer.scales_itself
         self._by_bucket: StepByBucket | None = None
         if reducer.settings.step_on_arrival:
             self._by_bucket = StepByBucket(self._optimizer, reducer)
@@ -166,9 +173,12 @@ class AveragingOptimizer(HorovodsAttributes):
         parameters are again the host's own, bit for bit. Buffers, such as BatchNorm's statistics, stay this rank's own.
         It keeps a copy of the parameters meanwhile, and ``step()`` raises GradientError.
 
-        Where hosts have several ranks, all ranks of a host must enter it together; no other host is waited for. Without
-        ``outer=`` all ranks have equal parameters anyway, and it does nothing.
+        Where hosts have several ranks, all ranks of a host must enter it together; no other host is waited for, but
+        between `load_state_dict` and the first step: then the ranks of all hosts enter it together. Without a step
+        or a loaded state, and without ``outer=``, ranks have equal parameters anyway, and it does nothing.
         """
+        if self._reducer.outer is not None and self._reducer.outer.must_open:
+            self._reducer.connected()
         with nullcontext() if self._reducer.outer is None else self._reducer.outer.showing_anchor():
             yield
 
@@ -207,13 +217,25 @@ class AveragingOptimizer(HorovodsAttributes):
         result = None
         with self._reducer.stepping():
             if closure is not None:
-                result = self._optimizer.step(self._averaging(closure))
+                result = self._step_with(closure)
             elif self._skipping or by_bucket is None or not by_bucket.take():
                 self._prepare_step()
-                result = self._optimizer.step()
+                if not self._reducer.is_discarded:
+                    result = self._optimizer.step()
         if by_bucket is not None:
             by_bucket.drop_gradients()
         return result
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What GradScaler asks an optimizer in its own ``step``, and so where it is seen.
+
+        If False, GradScaler unscales the averages itself before it decides whether to step. With Adasum each rank has
+        its own gradients, so the ranks must decide together, and outer steps count skipped steps too: see
+        `Reducer.agree_to_step`.
+        """
+        self._reducer.exchange_state.see_scaler(sys._getframe(1))
+        return self._reducer.scales_itself
 
     def _warn_of_synchronizing_twice(self) -> None:
         was_synchronized, self._synchronized = self._synchronized, False
@@ -243,13 +265,22 @@ class AveragingOptimizer(HorovodsAttributes):
                 stacklevel=3,
             )
 
-    def _averaging(self, closure: Callable[[], float]) -> Callable[[], float]:
+    def _step_with(self, closure: Callable[[], float]) -> float | None:
+        loss: float | None = None
+
         def average_after() -> float:
+            nonlocal loss
             loss = closure()
             self._prepare_step()
+            if self._reducer.is_discarded:
+                raise _DiscardedError
             return loss
 
-        return average_after
+        try:
+            # It calls the closure before it changes anything.
+            return self._optimizer.step(average_after)
+        except _DiscardedError:
+            return loss
 
     def _prepare_step(self) -> None:
         clipper = self._clipper
@@ -261,6 +292,8 @@ class AveragingOptimizer(HorovodsAttributes):
                 "before step(), or call step() without skip_synchronize()"
             )
         self._reducer.require_sound()
+        if self._reducer.is_discarded:
+            return
         # Here and not in `synchronize`: before its step GradScaler has to unscale the gradients, and look for inf.
         if clipper is not None:
             clipper.clip([param for _, param in self._named])
@@ -274,9 +307,13 @@ class AveragingOptimizer(HorovodsAttributes):
         optimizers ignore. It differs by rank: see `consolidate_state_dict`. Waits for outer gradients that are being
         averaged.
         """
-        parts = {_EXCHANGE: self._reducer.exchange_state(), _OUTER: self._reducer.outer_state()}
+        parts = {_EXCHANGE: self._reducer.exchange_state.state_dict(), _OUTER: self._reducer.outer_state()}
         state = super().state_dict()
-        kept = {owner: part for owner, part in parts.items() if part}
+        kept: dict[str, Any] = {owner: part for owner, part in parts.items() if part}
+        if _EXCHANGE in kept and (scale := self._reducer.exchange_state.scale) is not None:
+            kept[_LOSS_SCALE] = scale
+        if _EXCHANGE in kept and (reference := self._reducer.exchange_state.reference) != FIRST_REFERENCE:
+            kept[_REFERENCE] = reference
         return {**state, _KEY: kept} if kept else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -286,7 +323,9 @@ class AveragingOptimizer(HorovodsAttributes):
         ``state_dict`` has nothing under the key ``"hvdlite"``, these start anew.
         """
         kept = state_dict.get(_KEY, {_EXCHANGE: state_dict.get(_EXCHANGE, {})})
-        self._reducer.load_exchange_state(kept.get(_EXCHANGE, {}))
+        self._reducer.load_exchange_state(
+            kept.get(_EXCHANGE, {}), kept.get(_LOSS_SCALE), kept.get(_REFERENCE, FIRST_REFERENCE)
+        )
         self._reducer.load_outer_state(kept.get(_OUTER, {}))
         super().load_state_dict({key: value for key, value in state_dict.items() if key not in (_KEY, _EXCHANGE)})
 

@@ -99,7 +99,7 @@ class Bucket:
         return None if self._memory is None else self._memory.flat
 
     def use(self, flat: Tensor) -> BucketMemory:
-        """Makes this the buffer: new memory, or that of an earlier bucket with the same plan."""
+        """Makes this the buffer: new memory, or see `take_over`."""
         plan = self.plan
         memory = self._memory = BucketMemory(
             flat,
@@ -112,6 +112,15 @@ class Bucket:
             spec = state.piece.spec
             state.view = flat.as_strided(spec.shape, spec.stride, state.piece.start)
         return memory
+
+    def take_over(self, flat: Tensor) -> None:
+        """Uses the memory of an earlier bucket with the same plan. The gradients there stay those of the parameters."""
+        self.use(flat)
+        for state in self.states:
+            grad = state.param.grad
+            # Views of the earlier bucket: to add to one would look like a change of this bucket by the user.
+            if grad is not None and grad.layout is torch.strided and grad.is_set_to(self._view_of(state)):
+                state.param.grad = state.view
 
     def expect(self) -> None:
         """Starts a step, in which the bucket waits for every parameter that requires a gradient now."""

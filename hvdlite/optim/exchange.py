@@ -16,7 +16,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -48,13 +48,15 @@ class Gradients:
         scale: float = 1.0,
         launching: Callable[[], None] | None = None,
         ranks: int = 1,
+        counting: Callable[[], ParticipantCount] | None = None,
     ) -> None:
         """``views`` returns the pieces. ``what`` names the bucket in messages, equally on all ranks.
 
         ``with_counts`` is ``flat`` with the counts behind it, for exchanges with `Exchange.carries_counts`.
         ``scale`` is the factor that ``flat`` must still be multiplied by. It is 1 unless `Exchange.scales`.
         `Exchange.begin` may call ``launching`` between packing and the first launch, for timelines to show them apart.
-        ``ranks`` is the number of ranks of the optimizer.
+        ``ranks`` is the number of ranks of the optimizer. ``counting`` waits for the counts that are sent beside the
+        bucket, and returns the number of ranks that take part. It is None if an exchange `Exchange.carries_counts`.
         """
         self.plan = plan
         self.flat = flat
@@ -64,6 +66,7 @@ class Gradients:
         self.scale = scale
         self.launching = launching
         self.ranks = ranks
+        self.counting = counting
         self._views = views
 
     @property
@@ -162,6 +165,35 @@ def _open_legs(group: Group, count: int) -> list[Leg]:
     ]
 
 
+@runtime_checkable
+class TakesBackSteps(Protocol):
+    """An exchange whose state changes with each step, and that can go back to the state before it.
+
+    Steps may be taken back where they go on after a rank is lost (``--survive``): if they are averaged again, or
+    discarded. Otherwise none of these methods is called.
+    """
+
+    @property
+    def has_residuals(self) -> bool:
+        """Whether ranks have kept something of their gradients that was not sent yet; some may have no part of it."""
+        ...
+
+    def begin_step(self) -> None:
+        """Begins a step, before its first bucket: its changes can be taken back until `end_step`."""
+        ...
+
+    def end_step(self) -> None:
+        """Makes the changes of the step final. Does nothing if they were taken back, or are final already."""
+        ...
+
+    def take_step_back(self) -> None:
+        """Restores the state at `begin_step`, and ends what is still being done to buckets. The reverse of `end_step`.
+
+        No thread of the exchange touches buckets or state after this, until the next `Exchange.begin`.
+        """
+        ...
+
+
 class Exchange(ABC):
     """Combines the gradients of all ranks, one bucket at a time. Each optimizer has its own instance.
 
@@ -220,10 +252,10 @@ class Exchange(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a dict that `state_dict` returned, or an empty one."""
         if state:
+            of = state.get("codec", f"an exchange, for {next(iter(state))!r} and others")
             raise ValueError(
-                f"the checkpoint has the state of an exchange, for {next(iter(state))!r} and others, and {self!r} "
-                "keeps none: make the optimizer with the same exchange=, or delete the key 'hvdlite' from the "
-                "state_dict"
+                f"the checkpoint has the state of {of}, and the optimizer keeps none: make it with the same "
+                "compression= or exchange=, or delete the key 'hvdlite' from the state_dict"
             )
 
     def check_state(self, state: Mapping[str, Any], numels: Mapping[str, int]) -> None:  # noqa: B027 - most keep none
@@ -243,6 +275,12 @@ class Exchange(ABC):
                 "that makes one of them: write one, or save state_dict() on every rank"
             )
         return {}
+
+    def rescale(self, factor: float) -> None:  # noqa: B027 - most keep none
+        """Multiplies what is kept of gradients for the next step: a GradScaler has changed the scale of its losses.
+
+        It is called between two steps, if a class overrides it.
+        """
 
     def scale_before(self, dtype: torch.dtype, size: int) -> float:
         """Returns the factor that gradients of this dtype are multiplied by before `begin`, with ``size`` ranks."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +23,28 @@ from ..comm.work import Work
 from .bucket import Bucket
 from .builtin_exchanges import as_real
 from .exchange import Exchange, Gradients, Links
-from .flags import ParticipantCount
+from .flags import ParticipantCount, presence_of
 from .parameter_check import ParameterCheck
+from .plan import BucketPlan
 from .step_trace import BucketTrace, StepTrace, captures
 
 # The maximum number of wires in separate memory at a time: one is sent while the next is packed.
 _WIRES = 2
+
+
+class _Counting(NamedTuple):
+    """The counts of a bucket as whole numbers, and the all-reduce that sums them beside it."""
+
+    plan: BucketPlan
+    counts: Tensor
+    work: Work
+
+    def participants(self, size: int) -> ParticipantCount:
+        """Waits for the sums, and returns how many of ``size`` ranks take part. Any thread may call it."""
+        self.work.wait()
+        # Of complex numbers, the real parts.
+        tail = self.counts[::2] if self.plan.dtype.is_complex else self.counts
+        return ParticipantCount(presence_of(self.plan, tail), size)
 
 
 class InFlight:
@@ -47,21 +65,23 @@ class InFlight:
         plan = bucket.plan
         self._is_on_cpu = plan.device.type == "cpu"
         memory, scale = bucket.seal(leave_scale=exchange.scales(plan))
+        what = f"{bucket.description} ({name})"
+        self._counting: _Counting | None = None
+        if not exchange.carries_counts:
+            counts = as_real(memory.tail).to(torch.int32)
+            self._counting = _Counting(plan, counts, links.all.all_reduce(counts, f"the counts of the {what}"))
         self._gradients = Gradients(
             plan,
             memory.gradients,
             bucket.views,
-            what=f"{bucket.description} ({name})",
+            what=what,
             takes_part=bucket.takes_part,
             with_counts=memory.flat,
             scale=scale,
             launching=None if trace is None else trace.launching,
             ranks=self._size,
+            counting=None if self._counting is None else partial(self._counting.participants, self._size),
         )
-        self._counting: tuple[Tensor, Work] | None = None
-        if not exchange.carries_counts:
-            counts = as_real(memory.tail).to(torch.int32)
-            self._counting = counts, links.all.all_reduce(counts, f"the counts of the {self._gradients.what}")
         try:
             self._begun = exchange.begin(self._gradients, links)
         except BaseException:
@@ -87,7 +107,7 @@ class InFlight:
         # While a CUDA graph captures, collectives do not run yet, and must not be queried.
         return (
             (self._is_on_cpu or not captures(self.bucket.plan.device))
-            and (self._counting is None or self._counting[1].is_completed())
+            and (self._counting is None or self._counting.work.is_completed())
             and self._begun.is_completed()
         )
 
@@ -104,7 +124,7 @@ class InFlight:
                 self._wait()
         bucket.require_untouched()
         if self._counting is not None:
-            as_real(bucket.memory.tail).copy_(self._counting[0])
+            as_real(bucket.memory.tail).copy_(self._counting.counts)
         # This only refers to the counts: with `carries_counts` they are in the bucket after `Exchange.finish`.
         count_of_step = bucket.count(self._size) if count is None else count
         self._exchange.finish(self._gradients, self._begun, count_of_step)
@@ -115,7 +135,7 @@ class InFlight:
 
     def _wait(self) -> None:
         if self._counting is not None:
-            self._counting[1].wait()
+            self._counting.work.wait()
         self._begun.wait()
 
 

@@ -106,7 +106,7 @@ class Layout:
             plan = bucket.plan
             flat = flats.get((plan.slices, plan.dtype, plan.device))
             if flat is not None and flat.numel() >= plan.numel:
-                bucket.use(flat[: plan.numel])
+                bucket.take_over(flat[: plan.numel])
 
     def expect(self) -> None:
         """Starts a step in every bucket."""

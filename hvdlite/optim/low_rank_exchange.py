@@ -21,7 +21,7 @@ from torch import Tensor
 from ..comm.reduce_op import Max
 from ..comm.work import Work
 from ..compression.codecs import working_dtype
-from ..compression.low_rank import LowRank, Product, orthonormal, seeded
+from ..compression.low_rank import LowRank, orthonormal, products, rows_at_a_time, seeded, times_matrix
 from ..log import log
 from .between_hosts import Beside, BetweenHosts, Shard
 from .exchange import Links
@@ -51,6 +51,8 @@ class LowRankExchange(BetweenHosts):
         # By the first name of a shard: a digest of its Q when they were loaded, or 0. Where it is equal and as many
         # steps were made since, all Q are.
         self._marks: dict[str, int] = {}
+        # These three at the begin of a step, if its changes can be taken back. Their values never change.
+        self._before: tuple[dict[str, Tensor], dict[str, int], dict[str, int]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what was not sent of this rank's gradients so far, Q, and the numbers of steps."""
@@ -58,7 +60,7 @@ class LowRankExchange(BetweenHosts):
             return {}
         q = {name: each.clone() for name, each in self._q.items()}
         residuals = self._residuals.state_dict()
-        return {"codec": repr(self._form), "residuals": residuals, "q": q, "steps": dict(self._steps)}
+        return {**self._state(residuals, self._numels(self._steps)), "q": q, "steps": dict(self._steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a dict that `state_dict` returned on this rank. Raises ValueError for one of another exchange."""
@@ -66,6 +68,30 @@ class LowRankExchange(BetweenHosts):
         self._q = {name: each.clone() for name, each in state.get("q", {}).items()}
         self._steps = dict(state.get("steps", {}))
         self._marks.clear()
+        self._before = None
+
+    @property
+    def has_residuals(self) -> bool:
+        """Whether ranks have kept something of their gradients that was not sent yet."""
+        # A rank that has no parameters in its shards has no count.
+        made = max(self._steps.values(), default=None)
+        return super().has_residuals and (made is None or made > self._form.start_step)
+
+    def begin_step(self) -> None:
+        """Begins a step whose changes, those of Q and of the numbers of steps too, can be taken back."""
+        super().begin_step()
+        self._before = dict(self._q), dict(self._steps), dict(self._marks)
+
+    def end_step(self) -> None:
+        """Makes the changes of a step final."""
+        super().end_step()
+        self._before = None
+
+    def take_step_back(self) -> None:
+        """Restores the state at `begin_step`, and gives up the stages of its buckets."""
+        super().take_step_back()
+        if self._before is not None:
+            (self._q, self._steps, self._marks), self._before = self._before, None
 
     def consolidate(self, plans: Sequence[BucketPlan], links: Links) -> dict[str, Any]:
         """Returns the mean of all ranks' residuals, and their Q, as a state."""
@@ -95,7 +121,7 @@ class LowRankExchange(BetweenHosts):
                     q[each.name] = total
         if not steps:
             return {}
-        return {"codec": repr(self._form), "residuals": {}, **state, "q": q, "steps": steps}
+        return {**self._state({}, self._numels(steps)), **state, "q": q, "steps": steps}
 
     def _bounds(self, plan: BucketPlan, parts: int) -> list[int]:
         """Returns bounds at which parameters begin, so that each rank has whole ones."""
@@ -136,6 +162,9 @@ class LowRankExchange(BetweenHosts):
             # Every shard has equally many stages, so that all ranks launch each in the order of the buckets.
             yield over.across.all_reduce(shard.values, what) if own else beside
             yield beside
+            factor = shard.averaging.factor()
+            if factor != 1.0:
+                shard.values.mul_(factor)
         self._steps.update((each.name, step + 1) for each in own)
 
     def _agreed(self, own: Sequence[_Parameter], step: int, least: int, mark: int, least_mark: int) -> int:
@@ -165,7 +194,7 @@ class LowRankExchange(BetweenHosts):
             [
                 *(values[part].to(wanted.dtype) for part in rest),
                 *(
-                    torch.mm(each.of(wanted), q.t()).t().reshape(-1)
+                    torch.mm(q, each.of(wanted).t()).view(-1)
                     for each, q in zip(matrices, orthonormal(before), strict=True)
                 ),
             ]
@@ -184,9 +213,12 @@ class LowRankExchange(BetweenHosts):
             )
         ]
         ps = orthonormal([torch.where(is_finite, total, 0.0) for total in sums])
-        wire = torch.cat([torch.mm(p, each.of(wanted)).view(-1) for p, each in zip(ps, matrices, strict=True)])
+        wire = torch.cat([times_matrix(p, each.of(wanted)).view(-1) for p, each in zip(ps, matrices, strict=True)])
         yield second.all_reduce(wire, what)
         is_finite = is_finite & wire.isfinite().all()
+        factor = shard.averaging.factor()
+        for part in rest if factor != 1.0 else []:
+            values[part].mul_(factor)
         qs = [
             part.view(each.rank, each.cols)
             for part, each in zip(
@@ -194,13 +226,9 @@ class LowRankExchange(BetweenHosts):
             )
         ]
         for each, p, q, old, is_missing in zip(matrices, ps, qs, before, missing, strict=True):
-            product, out, kept = Product(p, q), each.of(values), each.of(residual)
+            kept = each.of(residual)
             base = kept if is_missing else each.of(wanted)
-            for begin, end in product.pieces():
-                piece, rows = product.piece(begin, end), slice(begin, end)
-                left = torch.sub(base[rows], piece, alpha=1 / first.size)
-                kept[rows].copy_(torch.where(is_finite, left, kept[rows]))
-                out[rows].copy_(torch.where(is_finite, piece, math.nan))
+            _write_product(p, q, base, kept, each.of(values), 1 / first.size, factor, is_finite)
             # Where no host has a gradient, Q stays for when one has.
             self._q[each.name] = torch.where(is_finite & p.any(), q, old)
 
@@ -238,6 +266,28 @@ class _Parameter(NamedTuple):
     def of(self, flat: Tensor) -> Tensor:
         """Returns the matrix as a view of the shard."""
         return flat[self.start : self.start + self.rows * self.cols].view(self.rows, self.cols)
+
+
+def _write_product(
+    p: Tensor, q: Tensor, base: Tensor, kept: Tensor, out: Tensor, part: float, factor: float, is_finite: Tensor
+) -> None:
+    """Writes ``factor`` times P Qᵀ into ``out``, and ``base`` less ``part`` of P Qᵀ into ``kept``.
+
+    Where not all is finite it writes NaN into ``out``, and nothing into ``kept``. ``base`` may have the memory of one
+    of them. Only on a CPU may the program look whether all is finite.
+    """
+    if not out.is_cuda and not is_finite:
+        out.fill_(math.nan)
+        return
+    each_piece = (torch.split(matrix, rows_at_a_time(p, q)) for matrix in (base, kept, out))
+    for piece, of_base, of_kept, of_out in zip(products(p, q), *each_piece, strict=True):
+        if out.is_cuda:
+            left = torch.sub(of_base, piece, alpha=part)
+            of_kept.copy_(torch.where(is_finite, left, of_kept))
+            of_out.copy_(torch.where(is_finite, piece, math.nan).mul_(factor))
+        else:
+            torch.sub(of_base, piece, alpha=part, out=of_kept)
+            torch.mul(piece, factor, out=of_out)
 
 
 def _others(matrices: Sequence[_Parameter], numel: int) -> list[slice]:

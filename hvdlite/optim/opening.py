@@ -41,12 +41,8 @@ class Opened:
     cap_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """The values of an optimizer's arguments that ranks compare, and ``words``, their names in messages."""
-
-    values: tuple[object, ...]
-    words: str
+# An optimizer's arguments that ranks compare, by their names in messages: the repr of each value.
+Arguments = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +161,16 @@ class Opening:
 
 
 def _require_same_arguments(group: Group, arguments: Arguments) -> None:
-    values = None if group.size == 1 else group.agree(repr(arguments.values), OPTIMIZER.name)
-    if values is not None:
-        other = next(i for i, item in enumerate(values) if item != values[0])
-        raise MismatchError(
-            f"{OPTIMIZER.name}: {arguments.words} is {values[0]} on {group.describe_rank(0)} and {values[other]} on "
-            f"{group.describe_rank(other)}: every rank must pass the same value"
-        )
+    of_ranks: list[Arguments] = ([] if group.size == 1 else group.agree(arguments, OPTIMIZER.name)) or []
+    for rank, others in enumerate(of_ranks):
+        differing = [name for name in arguments if others[name] != of_ranks[0][name]]
+        if differing:
+            first, *more = differing
+            also = f" ({', '.join(more)} differ, too)" if more else ""
+            raise MismatchError(
+                f"{OPTIMIZER.name}: {first} is {of_ranks[0][first]} on {group.describe_rank(0)} and {others[first]} on "
+                f"{group.describe_rank(rank)}{also}: every rank must pass the same value"
+            )
 
 
 def require_same_model(group: Group, description: Description) -> None:

@@ -44,14 +44,18 @@ from .arguments import (
 from .autotune import tuned_cap
 from .averaging_optimizer import AveragingOptimizer
 from .exchange import Exchange
-from .opening import Arguments
 from .outer import AnyOuter
-from .reducer import Connection, Described, Reducer
+from .reducer import Reducer
 from .settings import Settings
+from .weights import FIRST_REFERENCE
+from .world_plan import Connection, Described
 
 # The fastest of 1 to 64 MiB by a few per cent, measured with two ranks over gloo on a 25 M-parameter MLP and on a
 # ResNet of many small tensors.
 DEFAULT_BUCKET_CAP_BYTES = 16 * 2**20
+# The same for codecs, `powersgd` and `topk`, with which each bucket takes several small messages between hosts: so a
+# matrix of 2048 × 2048 float32 numbers shares one with its bias.
+_ENCODED_BUCKET_CAP_BYTES = 17 * 2**20
 
 
 class DistributedOptimizer(AveragingOptimizer):
@@ -99,7 +103,7 @@ class DistributedOptimizer(AveragingOptimizer):
     ``process_set``: the ranks that take part. Any other rank steps with its own gradients and waits for no rank.
 
     ``bucket_cap_mb``: the maximum size of a bucket in MiB. Each bucket is sent as soon as it is full. The default is
-    ``HVDLITE_FUSION_THRESHOLD`` in bytes (0: one bucket for each parameter), or else 16 MiB.
+    ``HVDLITE_FUSION_THRESHOLD`` in bytes (0: one bucket for each parameter), or else 16 MiB, 17 with a codec.
 
     ``autotune``: choose the bucket size by measuring. For about a second at most, in the first step, the ranks average
     buckets of zeros. From the measured latency and bandwidth, and the sizes of this model's gradients, they predict
@@ -166,11 +170,12 @@ class DistributedOptimizer(AveragingOptimizer):
         travels, codec = check_codec(compression, op)
         exchange = check_exchange(exchange, op, codec or travels, predivide)
         tunes = check_autotune(autotune, bucket_cap_mb, op, environment, exchange, codec, outer)
+        default_cap = DEFAULT_BUCKET_CAP_BYTES if codec is None else _ENCODED_BUCKET_CAP_BYTES
         settings = Settings(
             travels,
             op,
             predivide,
-            check_cap(bucket_cap_mb, environment.fusion_threshold_bytes, DEFAULT_BUCKET_CAP_BYTES),
+            check_cap(bucket_cap_mb, environment.fusion_threshold_bytes, default_cap),
             check_sparse_as_dense(sparse_as_dense),
             check_step_on_arrival(step_on_arrival, op),
             exchange,
@@ -179,8 +184,7 @@ class DistributedOptimizer(AveragingOptimizer):
         )
         settings = replace(settings, outer=check_outer(outer, settings))
         if is_initialized() and current_world().survival is not None:
-            params = [param for entry in optimizer.param_groups for param in entry["params"]]
-            check_survivable(settings, has_all_ranks=process_set is global_process_set, params=params)
+            check_survivable(settings, has_all_ranks=process_set is global_process_set)
         self._given_settings, self._given_compression, self._given_process_set = settings, compression, process_set
         passes = check_positive_int(backward_passes_per_step, "backward_passes_per_step")
         named = check_trained(check_named_parameters(optimizer, named_parameters))
@@ -212,7 +216,9 @@ class DistributedOptimizer(AveragingOptimizer):
             "backward_passes_per_step": self._reducer.backward_passes_per_step,
             # False once autotune has run: the chosen cap is in the settings.
             "autotune": self._reducer.is_to_be_tuned,
-            "exchange_state": self._reducer.exchange.state_dict(),
+            "exchange_state": self._reducer.exchange_state.state_dict(),
+            "loss_scale": self._reducer.exchange_state.scale,
+            "weight_reference": self._reducer.exchange_state.reference,
             "outer_state": self._reducer.outer_state(),
         }
 
@@ -229,9 +235,11 @@ class DistributedOptimizer(AveragingOptimizer):
         named = [(name, params[place]) for name, place in pickled["named_places"]]
         connect = partial(_connection_of, global_process_set, pickled["settings"])
         reducer = Reducer(connect, pickled["backward_passes_per_step"])
-        reducer.exchange.load_state_dict(pickled["exchange_state"])
         _compare_and_tune(reducer, named, pickled["groups"], is_tuned_here=lambda: pickled["autotune"])
         self._connect(reducer, named, pickled["groups"], claims=False)
+        # The last two are not there in what earlier versions have pickled.
+        reference = pickled.get("weight_reference", FIRST_REFERENCE)
+        reducer.load_exchange_state(pickled["exchange_state"], pickled.get("loss_scale"), reference)
         reducer.load_outer_state(pickled["outer_state"])
 
     def _params(self) -> list[Tensor]:
@@ -253,16 +261,17 @@ def _compare_and_tune(
 
     def describe(settings: Settings, exchange: Exchange) -> Described:
         tunes = is_tuned_here()
-        values = (*settings.signature(exchange), passes, groups, tunes)
-        words = (
-            f"({'compression' if settings.exchange is None else 'exchange'}, op, predivide, bucket cap in bytes, "
-            "sparse_as_dense, step_on_arrival, max_norm, outer, passes per step, groups, autotune)"
-        )
+        arguments = {
+            **settings.compared(exchange),
+            "backward_passes_per_step": repr(passes),
+            "groups": repr(groups),
+            "autotune": repr(tunes),
+        }
         if not tunes:
-            return Arguments(values, words), None
+            return arguments, None
         environment = current_world().environment if is_initialized() else Environment()
         tune = partial(tuned_cap, settings=settings, named=named, groups=groups, path=environment.autotune_log)
-        return Arguments(values, words), tune
+        return arguments, tune
 
     reducer.compare_and_tune(describe)
 

@@ -1,8 +1,10 @@
 """
 `broadcast_optimizer_state`: sends an optimizer's state from the root to all ranks: options, momenta, step counters.
 
-    options, states ── pickled without their tensors ── broadcast ── unpickled, with tensors on this rank's devices
+    options, states ── as typed values, without their tensors ── broadcast ── with tensors on this rank's devices
               tensors ── as bytes, in a few broadcasts ──┘
+
+Only objects of types that `ops.typed_values` does not know are pickled.
 
 The optimizer's ``param_groups`` and ``state`` are copied directly, since ``load_state_dict()`` would cast every tensor
 to the parameter's dtype. ``state_dict()`` is used only for optimizers that override it. Ranks first compare the shapes
@@ -11,10 +13,8 @@ of their parameters and the classes of their optimizers, and nothing else.
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +23,16 @@ from torch import Tensor
 
 from ..control.operation import BROADCAST_OPTIMIZER_STATE, Execution, Operation
 from ..ops.base import submit
-from ..ops.broadcast import broadcast_tensors, digest_of, from_bytes, to_bytes
+from ..ops.broadcast import broadcast_tensors, digest_of
 from ..ops.sendable import check_sendable, is_sendable, plain_tensor
+from ..ops.typed_values import Decoder, Encoder
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
 from ..values import shown
 from .optimizer_proxy import OptimizerProxy
 
 # The owner of a tensor that does not belong to one parameter's state.
-_NOBODY = -1
+NOBODY = -1
 
 
 def broadcast_optimizer_state(
@@ -54,48 +55,59 @@ def broadcast_optimizer_state(
     Several threads may call it at once for optimizers whose parameters have different shapes.
     """
     kind = BROADCAST_OPTIMIZER_STATE.name
-    own = _checked(optimizer, kind)
+    own = unwrapped(optimizer, kind)
     group = group_of(process_set, kind)
     root = group.group_rank_of_root(root_rank, kind)
     # The property of a DistributedOptimizer waits for gradients that are being averaged.
-    groups = optimizer.param_groups
-    params = [param for entry in groups for param in entry["params"]]
-    for param in params:
-        # Other parameters are not sent themselves: only their shapes are needed.
-        if torch.nn.parameter.is_lazy(param) or param.is_nested:
-            check_sendable(param, kind, "a parameter")
-    shapes = [[list(param.shape) for param in entry["params"]] for entry in groups]
-    same = {
-        "root_rank": group.ranks[root],
-        "class": type(own).__qualname__,
-        "(parameter shapes by parameter group)": shapes,
-    }
+    params = [param for entry in optimizer.param_groups for param in entry["params"]]
+    same = {"root_rank": group.ranks[root], **what_is_equal(own)}
     is_root = group.rank == root
-    packer = _Packer(params)
-    data, error = to_bytes(own, packer.dumps) if is_root else (None, None)
-    if error is not None:
-        packer.clear()
-    tensors = packer.tensors
+    data: bytes | None = None
+    sent, error = SentTensors(), None
+    if is_root:
+        try:
+            encoded = encode_state(own, Encoder(sent.refer), sent)
+            data = json.dumps([encoded, sent.packed()]).encode()
+        except Exception as caught:  # noqa: BLE001 - whatever the methods of an object raise
+            # Sent in place of the state, so that no rank waits for it for ever.
+            error, sent = caught, SentTensors()
+            data = json.dumps([str(caught), []]).encode()
 
-    def run(execution: Execution) -> tuple[bytes, list[Tensor]]:
-        received = execution.group.broadcast_signed(data, root, execution.what)
-        metas = json.dumps([meta.pack() for meta in packer.metas]).encode() if is_root else None
-        packed = json.loads(execution.group.broadcast_signed(metas, root, execution.what))
-        room = tensors if is_root else [_Meta.unpack(each).empty(params) for each in packed]
-        broadcast_tensors(room, root, execution)
-        return received, room
+    def run(execution: Execution) -> tuple[Any, list[Tensor]]:
+        tree, metas = json.loads(execution.group.broadcast_signed(data, root, execution.what))
+        tensors = sent.tensors if is_root else room_for(metas, params)
+        broadcast_tensors(tensors, root, execution)
+        return tree, tensors
 
-    name = digest_of([type(own).__qualname__, shapes])
+    name = digest_of(list(same.values())[1:])
     operation = Operation(BROADCAST_OPTIMIZER_STATE, run, name, same, has_users_name=False)
-    received, tensors = submit(operation, process_set, [*params, *tensors]).wait()
-    # If the root cannot pickle its state, this raises the error, on the root as well.
-    unpacker = _Unpacker(params, tensors)
-    state = from_bytes(received, group.describe_rank(root), kind, error, unpacker.loads)
+    tree, tensors = submit(operation, process_set, [*params, *sent.tensors]).wait()
+    sender = group.describe_rank(root)
+    if isinstance(tree, str):
+        raise TypeError(f"{kind}: the state of {sender} cannot be sent: {tree}") from error
     if not is_root:
-        state.give_to(own, params)
+        state_of(tree, Decoder(resolver(params, tensors), sender, kind), params).give_to(own, params)
 
 
-def _checked(optimizer: Any, kind: str) -> Any:
+def what_is_equal(optimizer: Any) -> dict[str, Any]:
+    """Returns what must be equal on all ranks, as in `Operation`: the optimizer's class, and its parameters' shapes.
+
+    ``optimizer`` is unwrapped. A TypeError or a ValueError for parameters that have no shape yet.
+    """
+    for entry in optimizer.param_groups:
+        for param in entry["params"]:
+            # Other parameters are not sent themselves: only their shapes are needed.
+            if torch.nn.parameter.is_lazy(param) or param.is_nested:
+                check_sendable(param, BROADCAST_OPTIMIZER_STATE.name, "a parameter")
+    return {
+        "class": type(optimizer).__qualname__,
+        "(parameter shapes by parameter group)": [
+            [list(param.shape) for param in entry["params"]] for entry in optimizer.param_groups
+        ],
+    }
+
+
+def unwrapped(optimizer: Any, kind: str) -> Any:
     """Returns the optimizer, unwrapped. Raises ValueError for LBFGS, and TypeError for anything but an optimizer."""
     if isinstance(optimizer, torch.optim.LBFGS):
         # Horovod's words.
@@ -119,11 +131,7 @@ class _Standing:
 
     def give_to(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
         """Replaces the optimizer's options and state by these."""
-        for entry, options in zip(optimizer.param_groups, self.options, strict=True):
-            members = entry["params"]
-            # In place, since a scheduler or wrapper may refer to the same dictionary.
-            entry.clear()
-            entry.update({"params": members, **options})
+        _give_options(optimizer, self.options)
         optimizer.state.clear()
         optimizer.state.update({params[number]: state for number, state in self.states.items()})
         optimizer.state.update(self.rest)
@@ -165,93 +173,108 @@ class _Meta:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-class _Packer:
-    """Pickles an optimizer's contents, with its tensors replaced by references."""
+class SentTensors:
+    """The tensors of an encoded state, which are sent behind it. ``refer`` is an `Encoder`'s."""
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params = params
-        self._number_of = {id(param): number for number, param in enumerate(params)}
-        self._owner = _NOBODY
+    def __init__(self) -> None:
+        # Set by `encode_state` while it encodes.
+        self.number_of: dict[int, int] = {}
+        self.owner = NOBODY
         self._place_of: dict[int, int] = {}
         self.tensors: list[Tensor] = []
-        self.metas: list[_Meta] = []
+        self._metas: list[_Meta] = []
 
-    def dumps(self, optimizer: Any, pickler_class: type[pickle.Pickler]) -> bytes:
-        """Returns the pickle for `_Unpacker`, and sets ``tensors`` and ``metas``, which are sent separately."""
-        self.clear()
-        file = io.BytesIO()
-        pickler = pickler_class(file)
-        pickler.persistent_id = self._persistent_id  # type: ignore[method-assign]  # as its documentation allows
-        # Pickles each parameter's state separately, so that `_persistent_id` knows a tensor's owner.
-        for owner, part in self._parts(optimizer):
-            self._owner = owner
-            pickler.dump(part)
-        return file.getvalue()
-
-    def clear(self) -> None:
-        """Drops the tensors, as after a failed pickle."""
-        self.tensors.clear()
-        self.metas.clear()
-        self._place_of.clear()
-
-    def _parts(self, optimizer: Any) -> Iterator[tuple[int, Any]]:
-        if not _is_plain(optimizer):
-            yield _NOBODY, False
-            yield _NOBODY, optimizer.state_dict()
-            return
-        yield _NOBODY, True
-        yield _NOBODY, [{k: v for k, v in entry.items() if k != "params"} for entry in optimizer.param_groups]
-        own = [number for number, param in enumerate(self._params) if param in optimizer.state]
-        yield _NOBODY, own
-        for number in own:
-            yield number, optimizer.state[self._params[number]]
-        yield _NOBODY, {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-
-    def _persistent_id(self, obj: object) -> tuple[str, int] | None:
-        if not isinstance(obj, Tensor):
-            return None
-        number = self._number_of.get(id(obj))
+    def refer(self, tensor: Tensor) -> list[Any] | None:
+        """Returns a reference to a parameter, or to a tensor that is sent."""
+        number = self.number_of.get(id(tensor))
         if number is not None:
-            return "parameter", number
-        if type(obj) not in (Tensor, torch.nn.Parameter) or not is_sendable(obj):
-            # Subclasses and unsendable tensors are pickled by their own methods.
+            return ["parameter", number]
+        is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.requires_grad
+        if not is_plain or not is_sendable(tensor):
+            # They are pickled by their own methods.
             return None
-        place = self._place_of.get(id(obj))
+        place = self._place_of.get(id(tensor))
         if place is None:
-            place = self._place_of[id(obj)] = len(self.tensors)
-            self.tensors.append(plain_tensor(obj))
-            self.metas.append(_Meta(tuple(obj.shape), obj.dtype, obj.device.type == "cpu", self._owner))
-        return "tensor", place
+            place = self._place_of[id(tensor)] = len(self.tensors)
+            self.tensors.append(plain_tensor(tensor))
+            self._metas.append(_Meta(tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu", self.owner))
+        return ["tensor", place]
+
+    def packed(self) -> list[Any]:
+        """Returns what `room_for` needs on other ranks, as JSON values."""
+        return [meta.pack() for meta in self._metas]
 
 
-class _Unpacker:
-    """Unpickles what `_Packer` made, with this rank's parameters and the received tensors."""
+def room_for(metas: Sequence[Any], params: Sequence[Tensor]) -> list[Tensor]:
+    """Allocates memory for the tensors that `SentTensors.packed` describes; ``params`` are this rank's."""
+    return [_Meta.unpack(each).empty(params) for each in metas]
 
-    def __init__(self, params: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        self._params = params
-        self._tensors = tensors
 
-    def loads(self, data: bytes) -> Any:
-        """Returns the contents, or an object that describes the root's error."""
-        unpickler = pickle.Unpickler(io.BytesIO(data))
-        unpickler.persistent_load = self._persistent_load  # type: ignore[method-assign]  # as for the pickler
-        is_plain = unpickler.load()
-        if not isinstance(is_plain, bool):
-            # `to_bytes` has sent an error in place of the contents.
-            return is_plain
-        if not is_plain:
-            return _StateDict(unpickler.load())
-        options = unpickler.load()
-        states = {number: unpickler.load() for number in unpickler.load()}
-        return _Standing(options, states, unpickler.load())
+def resolver(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> Callable[[Any], Tensor]:
+    """Returns what finds the tensor of a reference of `SentTensors` for a `Decoder`."""
 
-    def _persistent_load(self, known: Any) -> Tensor:
-        kind, number = known
-        tensor: Tensor = (self._params if kind == "parameter" else self._tensors)[number]
+    def resolve(reference: Any) -> Tensor:
+        kind, number = reference
+        tensor: Tensor = (params if kind == "parameter" else tensors)[number]
         return tensor
 
+    return resolve
 
-def _is_plain(optimizer: Any) -> bool:
+
+def encode_state(optimizer: Any, encoder: Encoder, sent: SentTensors) -> list[Any]:
+    """Returns an optimizer's state as JSON, for `state_of`, with the tensors in ``sent``; ``optimizer`` is unwrapped.
+
+    A TypeError names a value that cannot be sent.
+    """
+    params = [param for entry in optimizer.param_groups for param in entry["params"]]
+    sent.number_of = {id(param): number for number, param in enumerate(params)}
+    try:
+        if not is_plain_optimizer(optimizer):
+            return [False, encoder.encode(optimizer.state_dict(), "state_dict()")]
+        options = [{k: v for k, v in entry.items() if k != "params"} for entry in optimizer.param_groups]
+        rest = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+        states: list[Any] = []
+        tree = [True, encoder.encode(options, "param_groups"), states, encoder.encode(rest, "state")]
+        for number, param in enumerate(params):
+            if param in optimizer.state:
+                sent.owner = number
+                states.append([number, encoder.encode(optimizer.state[param], f"state of parameter {number}")])
+        return tree
+    finally:
+        sent.number_of, sent.owner = {}, NOBODY
+
+
+def take_options(tree: Sequence[Any], decoder: Decoder, optimizer: Any) -> None:
+    """Gives a rank whose state is equal already the options alone of what `encode_state` has encoded.
+
+    An optimizer with a ``state_dict`` of its own gets all of that.
+    """
+    value = decoder.decode(tree[1])
+    if tree[0]:
+        _give_options(optimizer, value)
+    else:
+        optimizer.load_state_dict(value)
+
+
+def _give_options(optimizer: Any, options: Sequence[dict[str, Any]]) -> None:
+    for entry, given in zip(optimizer.param_groups, options, strict=True):
+        members = entry["params"]
+        # In place, since a scheduler or wrapper may refer to the same dictionary.
+        entry.clear()
+        entry.update({"params": members, **given})
+
+
+def state_of(tree: Sequence[Any], decoder: Decoder, params: Sequence[Tensor]) -> _Standing | _StateDict:
+    """Returns the state that `encode_state` has encoded, with this rank's parameters."""
+    if not tree[0]:
+        return _StateDict(decoder.decode(tree[1]))
+    _, options, states, rest = tree
+    # In the order in which they were encoded.
+    decoded, others = decoder.decode(options), decoder.decode(rest)
+    return _Standing(decoded, {number: decoder.decode(state) for number, state in states}, others)
+
+
+def is_plain_optimizer(optimizer: Any) -> bool:
     """Whether it overrides neither ``state_dict`` nor ``load_state_dict``, so that groups and state are all it has."""
     return isinstance(optimizer, torch.optim.Optimizer) and all(
         getattr(getattr(optimizer, name), "__func__", None) is getattr(torch.optim.Optimizer, name)

@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from ..compression.casts import AnyCompression, CastCompression, Compression, NoCompression, check_compression
-from ..compression.codecs import Codec
+from ..compression.codecs import Codec, check_blocks, words_of_wires
 from ..compression.low_rank import LowRank
 from ..compression.top_k import TopK
 from ..values import MOST, real_number, shown, whole_number
+
+# How outer gradients are sent.
+OuterForm: TypeAlias = NoCompression | CastCompression | Codec | TopK
 
 
 class OuterRule(NamedTuple):
@@ -30,7 +33,7 @@ class OuterRule(NamedTuple):
     fragments: int
     delay: int
     mix: float
-    compression: NoCompression | CastCompression | Codec
+    compression: OuterForm
     words: str
 
     def fragment_due(self, step: int) -> int | None:
@@ -82,8 +85,10 @@ class DiLoCo:
     With ``mix=0`` what was learnt during the delay is dropped, and with 1 the parameters stay the host's own. The
     default is 0 without a delay, and 0.5 with one, as in the paper.
 
-    ``compression`` is the format in which outer gradients are sent: none, fp16, bf16, or a `Codec` such as int4. What
-    a codec's rounding takes is added to the next outer gradient, which takes the memory of the parameters once more.
+    ``compression`` is the format in which outer gradients are sent: none, fp16, bf16, topk, or a `Codec` such as int4.
+    What a codec's rounding takes, or topk leaves out, is added to the next outer gradient, which takes the memory of
+    the parameters once more. SparseLoCo (arXiv 2508.15706) is ``momentum=0`` with
+    ``topk(density=0.03, error_decay=0.95)``: the decay of what was left out takes the place of the momentum.
 
     Raises ValueError for numbers outside their range: ``sync_every`` and ``fragments`` are at least 1, ``fragments``
     at most ``sync_every``, ``delay`` at least 0 and below ``sync_every``, ``lr`` positive, ``momentum`` from 0 to below
@@ -131,16 +136,26 @@ AnyOuter: TypeAlias = LocalSGD | DiLoCo
 """What ``outer=`` takes."""
 
 
-def _resolved(compression: object) -> NoCompression | CastCompression | Codec:
+def compared_words(outer: AnyOuter | None) -> str:
+    """Returns the words by which ranks compare ``outer=``: its repr, and what that leaves out of its compression."""
+    words = repr(outer)
+    if isinstance(outer, DiLoCo):
+        return words.replace(repr(outer.compression), words_of_wires(outer.compression))
+    return words
+
+
+def _resolved(compression: object) -> OuterForm:
     if isinstance(compression, Codec):
+        check_blocks(compression)
+    if isinstance(compression, (Codec, TopK)):
         return compression
-    if not isinstance(compression, (LowRank, TopK)):
+    if not isinstance(compression, LowRank):
         known = check_compression(compression)
         if isinstance(known, NoCompression | CastCompression):
             return known
     raise ValueError(
         f"DiLoCo: compression={shown(compression)} is no format of outer gradients: use hvd.Compression.none, .fp16, "
-        ".bf16, .int8 or .int4, or an hvd.Codec of your own"
+        ".bf16, .int8, .int4 or .topk(), or an hvd.Codec of your own"
     )
 
 

@@ -1,9 +1,10 @@
 """
-Averages outer gradients over hosts, in stages for a `StageRunner`: in floats, or encoded by a codec.
+Averages outer gradients over hosts, in stages for a `StageRunner`: in floats, encoded by a codec, or the largest alone.
 
     Summed   float ── cast ── all-reduce ── float
     Encoded  2 hosts: encode ── all-gather ── decode and add
              more:    encode ── all-to-all ── decode and add ── encode ── all-gather ── decode
+    Largest  largest values and their places ── all-gather ── add
 
 `outer_steps` has one of these for each bucket of parameters. With a codec it owns the residuals of the bucket. All
 ranks get equal bits: products and sums are separate operations, in rank order.
@@ -21,8 +22,10 @@ from torch import Tensor
 from ..comm.group import Group
 from ..comm.work import Work
 from ..compression.casts import CastCompression, NoCompression
-from ..compression.codecs import Codec, add_decoded, encode_all, wire_bytes
+from ..compression.codecs import Codec, wire_bytes
+from ..compression.top_k import TopK
 from .between_hosts import split
+from .outer import OuterForm
 
 Segment = tuple[int, Tensor]
 """A part of a flat tensor: where it begins, and its values."""
@@ -39,6 +42,11 @@ class OuterAverage(Protocol):
 
         ``across`` has a group of the same ranks for each stage.
         """
+        ...
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether there are residuals once something was sent, on every rank."""
         ...
 
     def state_dict(self) -> dict[str, Segment]:
@@ -68,6 +76,10 @@ class Summed:
         yield group.all_reduce(wire, what)
         values.copy_(wire)
 
+    @property
+    def keeps_residuals(self) -> bool:
+        return False
+
     def state_dict(self) -> dict[str, Segment]:
         return {}
 
@@ -88,7 +100,7 @@ class Encoded:
             wire = self._encode(OWN, values, 0, [0, values.numel()])
             wires, work = first.begin_all_gather(wire, what, [wire.numel()] * 2)
             yield work
-            add_decoded(codec, wires, values)
+            codec.add_decoded(wires, values)
             values.div_(2)
             return
         bounds = split(values.numel(), first.size, codec.block)
@@ -99,12 +111,12 @@ class Encoded:
         yield work
         begin, end = bounds[first.rank], bounds[first.rank + 1]
         total = values.new_empty(end - begin)
-        add_decoded(codec, wires, total)
+        codec.add_decoded(wires, total)
         wire = self._encode(_SUMS, total, begin, [0, len(total)])
         wires, work = across[1].begin_all_gather(wire, what, sizes)
         yield work
         for (begin, end), each in zip(pairwise(bounds), wires, strict=True):
-            add_decoded(codec, [each], values[begin:end])
+            codec.add_decoded([each], values[begin:end])
         values.div_(first.size)
 
     def _encode(self, kind: str, values: Tensor, start: int, bounds: Sequence[int]) -> Tensor:
@@ -115,7 +127,7 @@ class Encoded:
         at = 0
         for (begin, stop), size in zip(pairwise(bounds), sizes, strict=True):
             kept = None if residual is None else residual[begin:stop]
-            encode_all(self._codec, values[begin:stop], wire[at : at + size], kept)
+            self._codec.encode_all(values[begin:stop], wire[at : at + size], kept)
             at += size
         return wire
 
@@ -127,6 +139,10 @@ class Encoded:
             known = self._residuals[kind] = start, torch.zeros_like(values)
         return known[1]
 
+    @property
+    def keeps_residuals(self) -> bool:
+        return self._codec.error_feedback
+
     def state_dict(self) -> dict[str, Segment]:
         return dict(self._residuals)
 
@@ -134,6 +150,44 @@ class Encoded:
         self._residuals = dict(state)
 
 
-def outer_average(compression: NoCompression | CastCompression | Codec) -> OuterAverage:
+class Largest:
+    """Averages the largest values of each rank, and adds what is left of the others to its next values."""
+
+    def __init__(self, form: TopK) -> None:
+        self._form = form
+        self._residual: Segment | None = None
+
+    def stages(self, values: Tensor, across: Sequence[Group], what: str) -> Iterator[Work]:
+        form, group = self._form, across[0]
+        if self._residual is None:
+            self._residual = 0, torch.zeros_like(values)
+        _, residual = self._residual
+        wanted = form.added(values, residual)
+        wire, places, sent = form.encode(wanted)
+        wires, work = group.begin_all_gather(wire, what, [wire.numel()] * group.size)
+        # What is not finite reaches all ranks, and leaves no trace here.
+        if sent is not None:
+            wanted[places] -= sent.to(wanted.dtype)
+            residual.copy_(wanted)
+        yield work
+        values.zero_()
+        for each in wires:
+            form.add_decoded(each, values)
+        values.div_(group.size)
+
+    @property
+    def keeps_residuals(self) -> bool:
+        return True
+
+    def state_dict(self) -> dict[str, Segment]:
+        return {} if self._residual is None else {OWN: self._residual}
+
+    def load_state_dict(self, state: Mapping[str, Segment]) -> None:
+        self._residual = state.get(OWN)
+
+
+def outer_average(form: OuterForm) -> OuterAverage:
     """Returns what averages one bucket's outer gradients in this format."""
-    return Encoded(compression) if isinstance(compression, Codec) else Summed(compression)
+    if isinstance(form, TopK):
+        return Largest(form)
+    return Encoded(form) if isinstance(form, Codec) else Summed(form)

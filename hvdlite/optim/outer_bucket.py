@@ -81,11 +81,16 @@ class OuterBucket:
         update = average
         # Products and sums are separate operations, so that all processors get the same bits.
         if rule.momentum:
-            if self._velocity is None:
-                self._velocity = torch.zeros_like(average)
-            self._velocity.mul_(rule.momentum).add_(average)
-            update = self._velocity.mul(rule.momentum).add_(average)
+            velocity = self._known_velocity()
+            velocity.mul_(rule.momentum).add_(average)
+            update = velocity.mul(rule.momentum).add_(average)
         self.known_anchor.sub_(update.mul_(rule.lr))
+
+    def _known_velocity(self) -> Tensor:
+        """Returns the velocity of this rank's shard; zeros before the first outer step."""
+        if self._velocity is None:
+            self._velocity = torch.zeros_like(self.known_anchor)
+        return self._velocity
 
     def merged(self) -> Tensor:
         """Returns this rank's shard of the parameters after the outer step, in their own dtype."""
@@ -132,16 +137,19 @@ class OuterBucket:
         return (found[0][0], torch.cat([values for _, values in found])) if found else (self.start, self.empty())
 
     def shared(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the anchor and the velocity of this rank's shard, which are the same on all hosts."""
+        """Yields the anchor and the velocity of this rank's shard, which are the same on all hosts.
+
+        Every rank yields the same kinds, also one whose shard is empty, of which no checkpoint has anything.
+        """
         yield _ANCHOR, self.known_anchor
-        if self._velocity is not None:
-            yield _VELOCITY, self._velocity
+        if self._rule.momentum:
+            yield _VELOCITY, self._known_velocity()
 
     def sum_of_residuals(self) -> Tensor | None:
-        """Returns what this rank's wires could not hold, as a tensor of the whole bucket. None if nothing is kept."""
-        residuals = self.average.state_dict()
-        if not residuals:
+        """Returns what this rank's wires could not hold, as a tensor of the whole bucket. None if no rank keeps any."""
+        if not self.average.keeps_residuals:
             return None
+        residuals = self.average.state_dict()
         whole = torch.zeros(sum(self._counts), dtype=working_dtype(self.dtype), device=self._device)
         for start, values in residuals.values():
             whole[self.start + start : self.start + start + len(values)].add_(values)

@@ -298,26 +298,34 @@ class OuterSteps:
 
     # -- what others see
 
+    @property
+    def must_open(self) -> bool:
+        """Whether `showing_anchor` needs links that are not open yet: those to the other ranks of this host."""
+        has_anchor = any(bucket.anchor is not None for bucket in self._buckets)
+        return self._links is None and self.inner.size > 1 and has_anchor
+
     @contextmanager
     def showing_anchor(self) -> Iterator[None]:
-        """A context in which the parameters are the anchor, equal on all ranks. Before the first step nothing changes.
+        """A context in which the parameters are the anchor, equal on all ranks.
 
-        The ranks of a host must call it together. It waits for no other host.
+        Those that no step has used and no checkpoint had have none, and stay as they are. The ranks of a host must call
+        it together. It waits for no other host.
         """
-        if self._is_shown or not self._has_begun:
+        buckets = [bucket for bucket in self._buckets if bucket.anchor is not None]
+        if self._is_shown or not buckets:
             yield
             return
-        before = [flat_of(list(bucket.params.values())) for bucket in self._buckets]
+        before = [flat_of(list(bucket.params.values())) for bucket in buckets]
         self._is_shown = True
         try:
             with torch.no_grad():
-                for bucket in self._buckets:
+                for bucket in buckets:
                     self._write(bucket, bucket.known_anchor.to(bucket.dtype))
             yield
         finally:
             self._is_shown = False
             with torch.no_grad():
-                for bucket, flat in zip(self._buckets, before, strict=True):
+                for bucket, flat in zip(buckets, before, strict=True):
                     bucket.write(as_real(flat))
 
     def state_dict(self) -> dict[str, Any]:
@@ -388,6 +396,7 @@ class OuterSteps:
             "steps": self._steps,
             "ranks": ranks,
             "numels": self._numels(),
+            "buckets": self._names(self._buckets),
             "parameters": parameters,
             "in_flight": [
                 {
@@ -402,6 +411,10 @@ class OuterSteps:
     def _numels(self) -> dict[str, int]:
         return {name: param.numel() for bucket in self._buckets for name, param in bucket.params.items()}
 
+    @staticmethod
+    def _names(buckets: Iterable[OuterBucket]) -> list[list[str]]:
+        return [list(bucket.params) for bucket in buckets]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a dict that `state_dict` returned on this rank; with an empty one the next step begins an interval.
 
@@ -412,22 +425,28 @@ class OuterSteps:
             log.info("outer=%s: the state is of other hosts, in an earlier world: an interval begins", self._rule.words)
             state = {}
         if not state:
-            self._in_flight.clear()
+            self._give_up_in_flight()
             self._steps = 0
             for bucket in self._buckets:
                 bucket.reset()
             return
         self._require_fits(state)
+        self._give_up_in_flight()
         self._steps = state["steps"]
         for bucket in self._buckets:
             bucket.load_state_dict(state["parameters"])
-        self._in_flight.clear()
         for each in state["in_flight"]:
             launch = _Launch(each["fragment"], each["due"])
             for bucket in self._buckets[launch.fragment :: self._rule.fragments]:
                 _, average = bucket.own_part(each["averages"])
                 launch.add(bucket, average, None)
             self._in_flight.append(launch)
+
+    def _give_up_in_flight(self) -> None:
+        """Drops averages that are on their way. It waits for no other rank."""
+        for launch in self._in_flight:
+            launch.give_up()
+        self._in_flight.clear()
 
     def _require_fits(self, state: Mapping[str, Any]) -> None:
         way_out = "or delete the key 'outer' of state_dict()['hvdlite'] on every rank, to begin anew"
@@ -449,6 +468,32 @@ class OuterSteps:
                 f"the checkpoint's outer state is of another model: it differs in parameter {differing!r}: build the "
                 f"same model, {way_out}"
             )
+        if self._is_of_other_buckets(state):
+            consolidated = "" if state["ranks"] is None else ", or call consolidate_state_dict before saving"
+            raise ValueError(
+                "the checkpoint's outer state is of other buckets: use the same bucket_cap_mb and groups"
+                f"{consolidated}, {way_out}"
+            )
+
+    def _is_of_other_buckets(self, state: Mapping[str, Any]) -> bool:
+        """Whether what a state of the same model has does not make up what this rank needs of its own buckets."""
+        before = state.get("buckets")
+        if before is None:
+            # It was saved before there was this key.
+            return False
+        own = self._names(self._buckets)
+        if before == own:
+            return False
+        if state["ranks"] is not None and self.inner.size > 1:
+            # A rank has a shard of each bucket.
+            return True
+        # All is there, but a bucket is stepped as a whole.
+        count = self._rule.fragments
+        return any(
+            {name for names in before[turn::count] for name in names}
+            != {name for names in own[turn::count] for name in names}
+            for turn in (each["fragment"] for each in state["in_flight"])
+        )
 
 
 class _Waits(Protocol):
@@ -478,6 +523,13 @@ class _Launch:
         """Blocks until all averages are there."""
         for work in self._works:
             work.wait()
+
+    def give_up(self) -> None:
+        """Lets the memory of the averages be used for something else."""
+        for work in self._works:
+            if isinstance(work, _OnStream):
+                # A stream that goes on would write into memory that this one has been given again.
+                work.wait()
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""

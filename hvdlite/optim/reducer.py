@@ -16,40 +16,29 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..comm.engine import HasMemory
-from ..comm.group import Group
-from ..control.generation import Generation
 from ..control.reducer_registry import Progress
-from ..errors import CommunicationError, GradientError, MismatchError, NotInitializedError, PeerLostError
+from ..errors import (
+    GradientError,
+    MismatchError,
+)
 from ..faults import point
-from ..log import log
 from ..ops.failures import raise_together
-from ..runtime.survival import Survival
 from ..values import shown, whole_number
-from .exchange import Exchange, Links
-from .exchange_choice import exchange_of
-from .flags import RankAndSize
-from .gradient_hooks import GradientHooks, number_of_backward, too_many_passes
+from .exchange import Links
+from .gradient_hooks import number_of_backward, too_many_passes
 from .gradient_state import GradientState
-from .in_flight import BucketQueue
 from .kept_gradients import KeptGradients
-from .layout import Layout
-from .opening import Arguments, Opened, Opening, Submit, Tune
-from .outer_steps import outer_steps_of
-from .plan import BucketPlan, Description
-from .settings import Settings
-from .sparse_gather import SparseParameters
-from .step_deltas import StepDeltas
-from .weights import Weights
+from .surviving_step import Buffers
+from .weights import WeightState
+from .world_plan import Connection, WorldPlan
 
 
 class Phase(enum.Enum):
@@ -60,28 +49,17 @@ class Phase(enum.Enum):
     SPOILT = "one backward pass too many has changed gradients that are being averaged: end the step and drop them"
     AVERAGED = "the averages are in the gradients, for the optimizer to use"
     DROPPED = "a spoilt step has ended: its gradients are invalid"
+    DISCARDED = "a rank was lost, and all others have discarded the step: its gradients are zeros"
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """The ranks that gradients are averaged over, and the settings, while the world's group is open.
+class StepMark(NamedTuple):
+    """What a step is besides its gradients, to begin it again or end it in another world."""
 
-    ``check_parameters`` is as in `parameter_check.ParameterCheck`. ``world`` is the group of all ranks, and ``submit``
-    the method of the world's controller. Both are None if there is no world. ``survival`` is the world's, and None
-    unless a step goes on where a rank is lost.
-    """
+    phase: Phase
+    # Autograd's numbers of its backward passes.
+    backwards: frozenset[int]
+    weights: WeightState
 
-    group: Group
-    generation: Generation
-    settings: Settings
-    check_parameters: bool | int = False
-    world: Group | None = None
-    submit: Submit | None = None
-    survival: Survival | None = None
-
-
-# The arguments that the ranks compare, and autotune's function that chooses the cap, or None.
-Described = tuple[Arguments, Callable[[Group], int] | None]
 
 # Called with parameters whose averages have arrived.
 Arrived = Callable[[list[Tensor]], None]
@@ -90,7 +68,7 @@ Arrived = Callable[[list[Tensor]], None]
 _UNDER_WAY = (Phase.COLLECTING, Phase.SPOILT)
 
 
-class Reducer(GradientHooks):
+class Reducer(WorldPlan):
     """Averages the gradients of some parameters over the ranks of a group.
 
     All ranks must call `synchronize` equally often. Between two calls the ranks may differ in which parameters they
@@ -104,137 +82,10 @@ class Reducer(GradientHooks):
     """
 
     def __init__(self, connect: Callable[[], Connection], backward_passes_per_step: int = 1) -> None:
-        """``connect`` returns the ranks of the current world. It may raise NotInitializedError if there is none."""
-        connection = connect()
-        super().__init__(
-            connection.group,
-            connection.generation,
-            backward_passes_per_step,
-            connection.check_parameters,
-            connection.submit,
-        )
-        self._connect = connect
-        self._arguments: Arguments | None = None
-        self._describe: Callable[[Settings, Exchange], Described] | None = None
-        # Autotune's function that chooses the cap, and the hosts of the ranks that it last chose one for.
-        self._tune: Callable[[Group], int] | None = None
-        self._tuned_for: tuple[str, ...] | None = None
-        # The arguments of each `add_params`: parameters by name, and the names that share a bucket.
-        self._added: list[tuple[dict[str, Tensor], list[list[str]]]] = []
-        # In how many worlds it has been so far.
-        self._worlds = 0
-        self._plan(connection)
+        super().__init__(connect, backward_passes_per_step)
         self._phase = Phase.IDLE
-        # What `consolidate` has made for this rank's next checkpoint, until the next step.
-        self._consolidated: dict[str, Any] = {}
         # Held while a hook handles a gradient. Reentrant, since the same thread may run another backward pass inside.
         self._lock = threading.RLock()
-
-    # -- the plan
-
-    def _plan(self, connection: Connection) -> None:
-        """Creates the exchange and an empty layout, for the connection's settings and ranks."""
-        settings, group = connection.settings, connection.group
-        self.settings = settings
-        self.outer = outer_steps_of(
-            settings,
-            group,
-            self._trace,
-            compares=connection.check_parameters is not False,
-            is_later=self._worlds > 0,
-        )
-        self._worlds += 1
-        # The ranks that average gradients in every step.
-        self._inner = RankAndSize(group.rank, group.size) if self.outer is None else self.outer.inner
-        self.exchange = exchange_of(settings, self._inner.size)
-        self._world = connection.world
-        self._survival = connection.survival
-        self._kept = None if connection.survival is None else KeptGradients()
-        # Whether a rank was lost in this step, so that no more buckets are sent in this world.
-        self._is_broken = False
-        self._links: Links | None = None
-        # Whether the current step is the first, which plans buckets and allocates memory before the engine is open.
-        self._is_provisional = False
-        self.weights = Weights(self._inner)
-        self._lay_out()
-        self._deltas: StepDeltas | None = None
-        if self.exchange.after_step:
-            self._deltas = StepDeltas(self.exchange, self._trace, self._check, self._connected, group.size)
-
-    def _lay_out(self) -> None:
-        """Creates an empty layout, and the objects that work on it."""
-        settings, size = self.settings, self._inner.size
-        self._layout = Layout(
-            ranks=self._inner,
-            cap_bytes=settings.cap_bytes,
-            scale_of=lambda dtype: self.exchange.scale_before(dtype, size),
-            densify=settings.sparse_as_dense,
-            memory=self._take_memory,
-            stays=self.exchange.after_step or settings.leaves_gradients(size),
-            aligned=self.exchange.aligned,
-            weights=self.weights,
-        )
-        self._queue = BucketQueue(self.exchange, self._trace, self._check, size)
-        self._sparse = SparseParameters(settings, self._layout, size)
-
-    def follow_world(self, buffers: Iterable[tuple[BucketPlan, Tensor]] = ()) -> None:
-        """Connects to the current world, if the old one has been shut down. Waits for no other rank.
-
-        Gradients that were being averaged in the old world are dropped. The state of the exchange is kept. The new
-        buckets use these ``buffers`` of the old ones, if their memory was kept.
-        """
-        if self._world is None or not self._world.is_closed:
-            return
-        try:
-            connection = self._connect()
-        except NotInitializedError:
-            # The next collective raises an error that says so.
-            return
-        if self._collecting:
-            self._end_step()
-        self._phase = Phase.IDLE
-        if self._spoilt_by is not None:
-            # It was a collective of the old world that never ended.
-            self._spoilt_by, self._is_closed = None, False
-        self._backwards.clear()
-        before, exchanged = type(self.exchange), self.exchange.state_dict()
-        self._join(
-            connection.group,
-            connection.generation,
-            connection.check_parameters,
-            connection.submit,
-            is_in_step=connection.survival is not None and connection.survival.all_are_in_step,
-        )
-        # Keep the cap that autotune has chosen.
-        self._plan(replace(connection, settings=replace(connection.settings, cap_bytes=self.settings.cap_bytes)))
-        # A rank that was outside the process set may be in it now, with the settings of the others.
-        if self._describe is not None:
-            self._arguments, self._tune = self._describe(connection.settings, self.exchange)
-        if exchanged and type(self.exchange) is before:
-            self.exchange.load_state_dict(exchanged)
-        for params, groups in self._added:
-            self._take_in(params, groups)
-        if isinstance(engine := connection.group.engine, HasMemory):
-            # The new engine holds them only if it is safe to use them again: see `shm.kept_memory`.
-            self._layout.take_over(buffers, engine.holds)
-
-    def outer_state(self) -> dict[str, Any]:
-        """Returns this rank's part of the state of the outer steps; empty if there are none."""
-        return {} if self.outer is None else self.outer.state_dict()
-
-    def load_outer_state(self, state: Mapping[str, Any]) -> None:
-        """Loads what `outer_state` returned, or begins a new interval if it is empty.
-
-        Raises ValueError if there are no outer steps, unless hosts have been lost since the first world.
-        """
-        if self.outer is not None:
-            self.outer.load_state_dict(state)
-        elif state and self._worlds == 1:
-            reason = "all ranks are on one host" if self.settings.outer is not None else "the optimizer has no outer="
-            raise ValueError(
-                f"the checkpoint has the state of outer={state['outer']}, and {reason}: make the optimizer as it was, "
-                "or delete the key 'outer' of state_dict()['hvdlite'] on every rank"
-            )
 
     @property
     def scales_itself(self) -> bool:
@@ -246,106 +97,11 @@ class Reducer(GradientHooks):
         """Whether each rank steps with its own gradients, and the changes are combined afterwards (Adasum)."""
         return self._deltas is not None
 
-    def compare_and_tune(self, describe: Callable[[Settings, Exchange], Described]) -> None:
-        """Sets what returns, for a world's settings and exchange, what the ranks compare and tune in `connect`.
-
-        It is called now, and in each new world.
-        """
-        self._describe = describe
-        self._arguments, self._tune = describe(self.settings, self.exchange)
-
-    @property
-    def is_to_be_tuned(self) -> bool:
-        """Whether autotune is on and has not chosen a cap yet."""
-        return self._tune is not None and self._tuned_for is None
-
-    def add_params(self, named_params: Iterable[tuple[str, Tensor]], groups: Iterable[Iterable[str]] = ()) -> None:
-        """Adds parameters: plans their buckets behind the existing ones, and hooks their gradients."""
-        self.follow_world()
-        params, named_groups = dict(named_params), [list(group) for group in groups]
-        self._added.append((params, named_groups))
-        self._take_in(params, named_groups)
-        self._hear(list(params.values()), self._on_gradient)
-
-    def _take_in(self, params: dict[str, Tensor], groups: list[list[str]]) -> None:
-        description, plans = self._layout.add(params, groups)
-        for param in params.values():
-            self._clock.follow(param.device)
-        if self._deltas is not None:
-            self._deltas.add(plans, params)
-        if self.outer is not None:
-            self.outer.add(params, groups)
-        self._compare_later(params, description)
-
-    def connect(self) -> Group:
-        """Returns the communicator to the other ranks of the current world; see `GradientHooks.connect`."""
-        self.follow_world()
-        return super().connect()
-
-    def _take_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # From the engine: if that has shared memory, gradients in it are summed without a copy. In the first step the
-        # engine is not open yet.
-        if self._links is None:
-            return torch.zeros(numel, dtype=dtype, device=device)
-        return self._links.all.zeros(numel, dtype, device)
-
-    def _make_opening(self, number: int, description: Description) -> Opening:
-        devices = [param.device for params, _ in self._added for param in params.values() if param.is_cuda]
-        open_links: Callable[[Group], Links] = partial(Links, by_host=self.exchange.by_host, legs=self.exchange.legs)
-        if self.outer is not None:
-            open_links = self.outer.open
-        return Opening(
-            self._ranks,
-            self._reducers,
-            number,
-            self,
-            self._submit,
-            arguments=self._arguments,
-            description=description,
-            open_links=open_links,
-            tune=None if self._tune is None else Tune(self._tune, self._known_cap()),
-            device=devices[0] if devices else None,
-        )
-
-    def _known_cap(self) -> int | None:
-        """Returns the cap that autotune has chosen for ranks on these hosts, in this world or an earlier one."""
-        return self.settings.cap_bytes if self._tuned_for == self._ranks.hosts else None
-
-    def _take(self, opened: Opened) -> None:
-        super()._take(opened)
-        self._links = opened.links
-        if opened.cap_bytes is not None:
-            self._tuned_for = self._ranks.hosts
-            self.settings = replace(self.settings, cap_bytes=opened.cap_bytes)
-        if not self._collecting:
-            self._plan_for_good()
-
-    def _plan_for_good(self) -> None:
-        """Replans the buckets with autotune's cap, or moves them to the engine's memory, once the engine is open.
-
-        Call it only between steps.
-        """
-        self._is_provisional = False
-        if self._layout.cap_bytes != self.settings.cap_bytes:
-            self._lay_out()
-            for params, groups in self._added:
-                self._layout.add(params, groups)
-        elif self._links is not None and isinstance(engine := self._links.all.engine, HasMemory):
-            for bucket in self._layout.buckets:
-                if bucket.flat is not None and not engine.holds(bucket.flat):
-                    bucket.renew()
-
-    def _connected(self) -> Links:
-        """Returns the links to the other ranks. The first call opens them: see `connect`."""
-        self.connect()
-        assert self._links is not None, "they have met"
-        return self._links
-
     # -- inside backward
 
     def weigh(self, n: int) -> float:
         """Adds n to this rank's weight in this step. Returns what the loss must be multiplied by; see `weights`."""
-        if not self._collecting:
+        if not self._is_in_step:
             self.follow_world()
         return self.weights.add(n)
 
@@ -372,9 +128,10 @@ class Reducer(GradientHooks):
                 self._begin_step()
             state = self._layout.states[id(param)]
             if state.ready:
-                self._require_surplus(state)
-                self._discard()
+                self._drop_surplus(state)
                 self._begin_step()
+                # There may be a new world.
+                state = self._layout.states[id(param)]
             backward = number_of_backward()
             if backward not in self._backwards:
                 self._begin_backward(backward)
@@ -385,22 +142,17 @@ class Reducer(GradientHooks):
             if not self._only_accumulating:
                 state.passes += 1
                 last_pass = state.passes >= self.backward_passes_per_step
-            if last_pass and self._kept is not None:
-                self._kept.keep(state)
+            if last_pass and self._surviving is not None:
+                self._surviving.keep(state)
             if state.home.take(state, last_pass) and self._links is not None:
                 self._launch_full(self._links)
                 point("backward")
 
     def _launch_full(self, links: Links) -> None:
-        if self._survival is None:
+        if self._surviving is None:
             self._queue.launch_full(links)
-        elif not self._is_broken:
-            try:
-                self._queue.launch_full(links)
-            except CommunicationError as error:
-                # The rest of backward is needed all the same: `synchronize` averages the gradients again.
-                self._is_broken = True
-                log.info("survive: a rank was lost during backward: %s", error)
+        else:
+            self._surviving.launch_full(self._queue, links, self._number)
 
     def _count_pass(self, param: Tensor) -> None:
         """Counts a backward pass for a gradient that is not averaged (Adasum)."""
@@ -426,70 +178,85 @@ class Reducer(GradientHooks):
         the others count as zero. After too many backward passes this still waits, but the gradients are unusable: see
         `require_sound`.
         """
-        if not self._collecting:
+        if not self._is_in_step:
             self.follow_world()
         if self._deltas is None:
             self._require_not_closed()
-            if self._phase not in (Phase.AVERAGED, Phase.DROPPED):
+            if self._phase not in (Phase.AVERAGED, Phase.DROPPED, Phase.DISCARDED):
+                having = self._having()
                 with self._clock.waiting():
                     self._complete(partial(self._synchronize, update, arrived))
+                if self.is_discarded:
+                    # Not None, which a GradScaler takes for a mistake of the program.
+                    for param in having:
+                        param.grad = torch.zeros_like(param)
+
+    def _having(self) -> list[Tensor]:
+        """Returns the parameters that have a gradient, if the step may be discarded."""
+        if self._surviving is None or self._surviving.kept is not None:
+            return []
+        return [state.param for state in self._layout.states.values() if state.param.grad is not None]
 
     def _complete(self, finish: Callable[[], None]) -> None:
         """Calls ``finish``, which ends the step with all ranks; where one is lost, again with those that are left.
 
         A rank returns only once all ranks have the averages: see `runtime.survival`.
         """
-        survival, kept = self._survival, self._kept
-        if survival is None or kept is None:
+        if self._surviving is None:
             finish()
-            point("voted")
-            return
-        if self._phase is Phase.IDLE:
-            self._begin_step()
-        kept.keep_rest(self._layout.states)
-        try:
-            self._complete_among_those_left(finish, survival, kept)
-        finally:
-            kept.forget()
-        assert self._number is not None, "it has met the others"
-        survival.note_passed(self._number)
+        else:
+            self._surviving.require_no_capture()
+            if self._phase is Phase.IDLE:
+                self._begin_step()
+            self._surviving.complete(self, finish, self._taken_number(), self._trace.optimizer)
         point("voted")
 
-    def _complete_among_those_left(self, finish: Callable[[], None], survival: Survival, kept: KeptGradients) -> None:
-        phase, backwards, weights = self._phase, set(self._backwards), self.weights.state
-        while True:
-            is_complete, buffers = False, self._layout.buffers()
-            try:
-                self._require_whole()
-                finish()
-                is_complete = True
-                vote = torch.ones(1, dtype=torch.int32)
-                self._connected().all.all_reduce(vote, f"the end of a step ({self._trace.optimizer})").wait()
-            except CommunicationError as error:
-                has_averages = survival.go_on(error, self._number) and is_complete
-                phase_now, weights_now = self._phase, self.weights.state
-                self.follow_world(buffers)
-                self._backwards |= backwards
-                if has_averages:
-                    self._phase, self.weights.state = phase_now, weights_now
-                    return
-                self.weights.state = weights
-                self._begin_again(phase, kept)
-            else:
-                return
+    def _taken_number(self) -> int:
+        if self._opening is None:
+            self.take_number()
+        assert self._number is not None, "it has just been taken"
+        return self._number
 
-    def _require_whole(self) -> None:
-        if self._is_broken:
-            raise PeerLostError(f"a rank was lost during backward ({self._trace.optimizer})")
+    # -- what `SurvivingSteps` needs of a step
 
-    def _begin_again(self, phase: Phase, kept: KeptGradients) -> None:
-        """Begins the step again in a new world, with the gradients that were kept."""
-        self._kept = kept
+    @property
+    def is_left_behind(self) -> bool:
+        return self._is_in_step and self._world is not None and self._world.is_closed
+
+    def gradient_states(self) -> Mapping[int, GradientState]:
+        return self._layout.states
+
+    def buffers(self) -> Buffers:
+        return self._layout.buffers()
+
+    def mark(self) -> StepMark:
+        return StepMark(self._phase, frozenset(self._backwards), self.weights.state)
+
+    def begin_again(self, mark: StepMark, kept: KeptGradients, buffers: Buffers) -> None:
+        self.follow_world(buffers)
+        self._backwards |= mark.backwards
+        self.weights.state = mark.weights
         self._begin_step()
         kept.put_back(self._layout.states.values())
-        self._phase = phase
-        if phase is Phase.SPOILT:
+        self._phase = mark.phase
+        if mark.phase is Phase.SPOILT:
             self._layout.give_up()
+
+    def go_on_from(self, mark: StepMark, buffers: Buffers) -> None:
+        self.follow_world(buffers)
+        self._backwards |= mark.backwards
+        self._phase, self.weights.state = mark.phase, mark.weights
+
+    def discard(self, mark: StepMark) -> None:
+        self.follow_world()
+        if self._is_in_step:
+            self._end_step()
+        self._phase = Phase.DROPPED if mark.phase is Phase.SPOILT else Phase.DISCARDED
+        self._backwards |= mark.backwards
+        self.weights.state = mark.weights
+        self.weights.end_step()
+
+    # -- the end of a step
 
     def _synchronize(self, update: Arrived | None = None, arrived: Arrived | None = None) -> None:
         if self._phase is Phase.IDLE:
@@ -514,7 +281,7 @@ class Reducer(GradientHooks):
             self._phase = Phase.AVERAGED
 
     def _finish_buckets(self, update: Arrived | None = None, arrived: Arrived | None = None) -> None:
-        links = self._connected()
+        links = self.connected()
         point("synchronize")
         failure: Exception | None = None
         for bucket in self._queue.finish_all(links):
@@ -570,7 +337,7 @@ class Reducer(GradientHooks):
         a world that has been shut down.
         """
         self.follow_world()
-        if self._collecting:
+        if self._is_in_step:
             ready = next((state for state in self._layout.states.values() if state.ready), None)
             if ready is not None:
                 if not self._is_surplus():
@@ -585,16 +352,20 @@ class Reducer(GradientHooks):
         self._phase = Phase.IDLE
 
     @property
+    def is_discarded(self) -> bool:
+        """Whether a rank was lost in this step, and no rank uses it. The gradients are zeros then."""
+        return self._phase is Phase.DISCARDED
+
+    @property
     def has_arrivals(self) -> bool:
         """Whether some gradient is complete and not synchronized yet."""
-        return self._collecting and any(state.ready for state in self._layout.states.values())
+        return self._is_in_step and any(state.ready for state in self._layout.states.values())
 
     def passes_of(self) -> dict[Tensor, int]:
         """Returns the number of backward passes in this step of each parameter that has had one."""
         return {state.param: state.passes for state in self._layout.states.values() if state.passes}
 
     def progress(self) -> Progress:
-        """Returns how far the current step is; see `control.reducer_registry.Progress`. Any thread may call it."""
         # Read while other threads may change it: a report may be a gradient late.
         waiting = self._queue.not_sent()
         missing = () if not waiting else tuple(waiting[0].missing_names())
@@ -602,30 +373,24 @@ class Reducer(GradientHooks):
         phase = self._phase.value
         return Progress(self._trace.optimizer, self._trace.step, phase, buckets, buckets - len(waiting), missing)
 
-    # -- the exchange's state
+    # -- checkpoints
 
-    def exchange_state(self) -> dict[str, Any]:
-        """Returns the exchange's state for a checkpoint: this rank's, or after `consolidate` that of all ranks."""
-        return self._consolidated or self.exchange.state_dict()
-
-    def load_exchange_state(self, state: Mapping[str, Any]) -> None:
-        """Loads what `exchange_state` returned, or an empty dict."""
+    def load_exchange_state(self, state: Mapping[str, Any], scale: float | None, reference: float) -> None:
+        """Loads what `exchange_state` returned, or an empty dict; see `ExchangeState.load`."""
         specs = [each.piece.spec for each in self._layout.states.values()]
-        self.exchange.check_state(state, {each.name: each.numel * (1 + each.dtype.is_complex) for each in specs})
-        self._consolidated = {}
-        self.exchange.load_state_dict(state)
+        numels = {each.name: each.numel * (1 + each.dtype.is_complex) for each in specs}
+        self.exchange_state.load(state, scale, reference, numels)
 
     def consolidate(self, to: int) -> None:
-        """Makes `exchange_state` on global rank ``to`` that of all ranks, until the next step. It waits for all."""
+        """Makes the state on global rank ``to`` that of all ranks, until the next step. It waits for all."""
         self.require_nothing_pending("optimizer.consolidate_state_dict() was called", "call step() first")
-        links, group = self._connected(), self.connect()
+        links, group = self.connected(), self.connect()
         named = whole_number(to)
         if named not in group.ranks:
             ranks = ", ".join(map(str, group.ranks))
             raise ValueError(f"consolidate_state_dict: to={shown(to)} is not one of the optimizer's ranks: {ranks}")
-        state = self.exchange.consolidate([bucket.plan for bucket in self._layout.buckets], links)
         is_asked = group.ranks[group.rank] == named
-        self._consolidated = state if is_asked else {}
+        self.exchange_state.consolidate([bucket.plan for bucket in self._layout.buckets], links, keeps=is_asked)
         if self.outer is not None:
             self.outer.consolidate(keeps=is_asked)
 
@@ -639,7 +404,7 @@ class Reducer(GradientHooks):
         without a GradScaler. With outer steps it does the same for the ranks of a host, which have found the same, and
         counts the step that is not taken. Otherwise it always returns True.
         """
-        if not self._collecting:
+        if not self._is_in_step:
             self.follow_world()
         if self.settings.outer is not None and found_inf is not None:
             if found_inf.item() > 0:
@@ -665,7 +430,7 @@ class Reducer(GradientHooks):
                     yield
             elif self.outer is not None:
                 self._require_not_closed()
-                self._connected()
+                self.connected()
                 with self.outer.stepping():
                     yield
             else:
@@ -677,7 +442,7 @@ class Reducer(GradientHooks):
         if self._deltas is None:
             self._reducers.stepped_backwards.extend(self._backwards)
         self._backwards.clear()
-        if self._phase in (Phase.AVERAGED, Phase.DROPPED):
+        if self._phase in (Phase.AVERAGED, Phase.DROPPED, Phase.DISCARDED):
             self._phase = Phase.IDLE
         self._trace.stepped()
         self._reducers.steps[self._trace.optimizer] = self._trace.step
@@ -685,18 +450,23 @@ class Reducer(GradientHooks):
             self._clock.stepped(self._ranks.set_id)
         point("stepped")
 
+    def why_no_join(self) -> str:
+        if self.outer is None:
+            return ""
+        return (
+            f"hvd.join() does not work with outer={self.settings.outer!r}: hosts take outer steps together, and "
+            "one that has joined would not come to them. Give every rank as many batches, for example with "
+            "drop_last=True in its sampler"
+        )
+
     def sit_out(self, average_of_active: bool) -> bool:
         """Takes part in one step of the other ranks without gradients, for `join`. Returns False if all ranks sat out.
 
         If some gradients are complete already, they are averaged in that step. Otherwise no parameter has a gradient
         afterwards. With Adasum the parameters change as on the other ranks.
         """
-        if self.outer is not None:
-            raise GradientError(
-                f"hvd.join() does not work with outer={self.settings.outer!r}: hosts take outer steps together, and "
-                "one that has joined would not come to them. Give every rank as many batches, for example with "
-                "drop_last=True in its sampler"
-            )
+        if why := self.why_no_join():
+            raise GradientError(why)
         if self._deltas is not None:
             is_stepping = self._deltas.sit_out()
             if is_stepping:
@@ -725,17 +495,32 @@ class Reducer(GradientHooks):
     # -- phases
 
     @property
-    def _collecting(self) -> bool:
+    def _is_in_step(self) -> bool:
         return self._phase in _UNDER_WAY
 
     @property
     def _is_sending(self) -> bool:
-        return self._collecting or (self.outer is not None and self.outer.is_sending())
+        return self._is_in_step or (self.outer is not None and self.outer.is_sending())
+
+    def _leave_world(self, *, goes_on: bool) -> None:
+        if self._is_in_step:
+            if self._surviving is not None:
+                self._surviving.take_back()
+            self._end_step()
+            goes_on = False
+        if not goes_on:
+            self._phase = Phase.IDLE
+            self._backwards.clear()
+        if self._spoilt_by is not None:
+            # It was a collective of the old world that never ended.
+            self._spoilt_by, self._is_closed = None, False
 
     def _begin_step(self) -> None:
         self.follow_world()
         self._ranks.require_open("averaging gradients")
-        self._consolidated = {}
+        self.exchange_state.begin_step(self.weights.state.reference)
+        if self._surviving is not None:
+            self._surviving.begin()
         self._is_provisional = self._links is None
         self._phase = Phase.COLLECTING
         self._layout.expect()
@@ -744,9 +529,8 @@ class Reducer(GradientHooks):
     def _end_step(self) -> None:
         """Ends or gives up the step. Collectives that still run are not waited for, and keep their buckets' memory."""
         self._phase = Phase.DROPPED if self._phase is Phase.SPOILT else Phase.IDLE
-        self._is_broken = False
-        if self._kept is not None:
-            self._kept.begin()
+        if self._surviving is not None:
+            self._surviving.end()
         self._queue.end()
         self.weights.drop()
         self._sparse.forget()
@@ -760,6 +544,15 @@ class Reducer(GradientHooks):
         For example, a GAN's generator runs backward through the discriminator, and leaves unwanted gradients in it.
         """
         return bool(self._backwards) and self._backwards <= set(self._reducers.stepped_backwards)
+
+    def _drop_surplus(self, state: GradientState) -> None:
+        """Ends a step in which this gradient is complete, and now is computed again. Raises if a step would use it."""
+        if self._surviving is not None and self.is_left_behind:
+            # Another optimizer has gone on in a new world, and no rank sends there what all drop.
+            self.follow_world()
+        else:
+            self._require_surplus(state)
+            self._discard()
 
     def _require_surplus(self, state: GradientState) -> None:
         if self._world is not None and self._world.is_closed:
@@ -777,12 +570,15 @@ class Reducer(GradientHooks):
         """Finishes the current step on all ranks, and drops its averages."""
         self._layout.give_up()
         try:
-            self._complete(self._finish_dropped)
+            if self._surviving is None:
+                self._finish_dropped()
+            else:
+                self._surviving.drop(self._finish_dropped, self._taken_number())
         finally:
             self._end_step()
             self._backwards.clear()
 
     def _finish_dropped(self) -> None:
         self._layout.give_up()
-        for _ in self._queue.finish_all(self._connected()):
+        for _ in self._queue.finish_all(self.connected()):
             pass

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from ..comm.reduce_op import Average, ReduceOp, Sum
 from ..compression.casts import Compression, ResolvedCompression, is_narrow
+from ..compression.codecs import words_of_wires
 from ..compression.custom import CustomCompression
 from ..compression.kernels import divide, divide_by, scale_by
 from ..compression.top_k import Encoding
 from ..ops.reduction import Reduction
 from .exchange import Exchange
 from .flags import ParticipantCount
-from .outer import AnyOuter
+from .outer import AnyOuter, compared_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,19 @@ class Scaling:
         elif self.over != int(count):
             total.mul_(self.over / int(count))
 
+    def factor(self, count: ParticipantCount) -> float | None:
+        """Returns what sums can be multiplied by for the very bits of `finish`, or None if only dividing makes these.
+
+        Waits for the device that the count is on.
+        """
+        if self.over is None:
+            return 1.0
+        if self.over != 1.0:
+            return self.over / int(count)
+        divisor = int(count)
+        # The inverse of a power of two is exact.
+        return 1.0 / divisor if divisor & (divisor - 1) == 0 else None
+
 
 AS_IT_IS = Scaling()
 
@@ -76,15 +90,19 @@ class Settings:
     # How hosts train apart, if they do.
     outer: AnyOuter | None = None
 
-    def signature(self, exchange: Exchange) -> tuple[object, ...]:
-        """Returns the values that ranks compare. ``exchange`` was made by these settings.
-
-        A user's own compression or exchange is compared by its ``repr``.
-        """
-        how = repr((self.codec or self.compression) if self.exchange is None else exchange)
-        scaling = (self.op, self.gradient_predivide_factor)
-        options = (self.cap_bytes, self.sparse_as_dense, self.step_on_arrival, self.max_norm, repr(self.outer))
-        return (how, *scaling, *options)
+    def compared(self, exchange: Exchange) -> dict[str, str]:
+        """Returns the words of each argument that ranks compare. ``exchange`` was made by these settings."""
+        return {
+            "compression": words_of_wires(self.codec or self.compression),
+            "exchange": repr(None if self.exchange is None else exchange),
+            "op": self.op.name,
+            "gradient_predivide_factor": repr(self.gradient_predivide_factor),
+            "the bucket cap in bytes": repr(self.cap_bytes),
+            "sparse_as_dense": repr(self.sparse_as_dense),
+            "step_on_arrival": repr(self.step_on_arrival),
+            "max_norm": repr(self.max_norm),
+            "outer": compared_words(self.outer),
+        }
 
     @property
     def packs(self) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..comm.work import Work
+from ..errors import CommunicationError
 
 # How often a waiting program looks whether a collective has been revoked, of which its engine may not tell.
 _LOOK_S = 0.2
@@ -32,8 +33,12 @@ class Stages:
         self._steps = steps
         self._todo = todo
         self._awaited: Work | None = None
+        # Whether the collective has said that it is done. Gloo says so before `Work.is_completed` does.
+        self._is_awaited_done = False
         self._future: torch.futures.Future[Any] = torch.futures.Future()
         self._is_over = threading.Event()
+        # Held while a stage runs, and while it is given up.
+        self._lock = threading.Lock()
         # The number of stages that have run; infinite at the end.
         self.stage = 0.0
 
@@ -52,26 +57,47 @@ class Stages:
     @property
     def is_ready(self) -> bool:
         """Whether the next stage has nothing to wait for."""
-        return not self.is_completed() and (self._awaited is None or self._awaited.is_completed())
+        awaited = self._awaited
+        return not self.is_completed() and (awaited is None or self._is_awaited_done or awaited.is_completed())
 
     def run_next(self) -> None:
         """Runs the next stage, up to the launch of its collective. Call it only on the thread, and if `is_ready`."""
-        try:
-            if self._awaited is not None:
-                self._awaited.wait()
-            self._awaited = next(self._steps)
-        except StopIteration:
-            self._end(None)
-        except Exception as error:  # noqa: BLE001 - raised in `wait`
-            self._end(error)
-        else:
-            self.stage += 1
-            self._awaited.when_done(lambda: self._todo.put(self))
+        with self._lock:
+            if self.is_completed():
+                # It has just been given up.
+                return
+            try:
+                if self._awaited is not None:
+                    self._awaited.wait()
+                self._is_awaited_done = False
+                awaited = self._awaited = next(self._steps)
+            except StopIteration:
+                self._end(None)
+            except Exception as error:  # noqa: BLE001 - raised in `wait`
+                self._end(error)
+            else:
+                self.stage += 1
+                awaited.when_done(lambda: self._note_done(awaited))
+                return
+            # Frees the tensors of the stages.
+            self._steps, self._awaited = iter(()), None
+
+    def _note_done(self, work: Work) -> None:
+        if work is self._awaited:
+            self._is_awaited_done = True
+        self._todo.put(self)
+
+    def give_up(self) -> None:
+        """Ends it with an error: once this returns, none of its stages runs. What they have launched may still run.
+
+        Its tensors stay until it is dropped. Any thread may call it; it waits for a stage that is running now.
+        """
+        with self._lock:
+            if not self.is_completed():
+                self._end(CommunicationError("it was given up, since its step begins again or is discarded"))
 
     def _end(self, error: Exception | None) -> None:
         self.stage = math.inf
-        # Frees the tensors of the stages.
-        self._steps, self._awaited = iter(()), None
         if error is None:
             self._future.set_result(None)
         else:
@@ -85,6 +111,8 @@ class StageRunner:
     def __init__(self) -> None:
         self._todo: SimpleQueue[Stages | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        # Those that may still be running.
+        self._started: list[Stages] = []
 
     def start(self, steps: Iterator[Work]) -> Stages:
         """Starts the stages of the next bucket. Waits for no other rank."""
@@ -94,8 +122,16 @@ class StageRunner:
             self._thread.start()
             weakref.finalize(self, self._todo.put, None).atexit = False
         stages = Stages(steps, self._todo)
+        self._started = [*(each for each in self._started if not each.is_completed()), stages]
         self._todo.put(stages)
         return stages
+
+    def give_up(self) -> None:
+        """Gives up all stages: see `Stages.give_up`. Others may be started afterwards."""
+        for stages in self._started:
+            stages.give_up()
+            # The thread drops it.
+            self._todo.put(stages)
 
 
 @torch.no_grad()

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor
+
 from ..comm.work import Work
 from ..compression.top_k import TopK
 from .between_hosts import BetweenHosts, Shard
@@ -29,7 +32,7 @@ class TopKExchange(BetweenHosts):
     def _between(self, shard: Shard, links: Links, what: str) -> Iterator[Work]:
         across, values = links.legs[0].across, shard.values
         residual = self._residual(OWN, shard, shard.start, values, links)
-        wanted = residual + values
+        wanted = self._top_k.added(values, residual)
         # What nobody on this host has used stays zero, and keeps its residual for when it is used again.
         missing = shard.used.missing(values, shard.start)
         for part in missing:
@@ -41,9 +44,19 @@ class TopKExchange(BetweenHosts):
             wanted[places] -= sent.to(wanted.dtype)
             for part in missing:
                 wanted[part].copy_(residual[part])
-            residual.copy_(wanted)
         yield work
-        total = wanted.zero_()
+        total = values.zero_() if values.dtype == wanted.dtype else torch.zeros_like(wanted)
         for each in wires:
             self._top_k.add_decoded(each, total)
-        values.copy_(total)
+        # Only now, since no rank uses what was sent where another one had something that is not finite.
+        _replace_if(total.isfinite().all(), residual, wanted)
+        if total is not values:
+            values.copy_(total)
+
+
+def _replace_if(condition: Tensor, old: Tensor, new: Tensor) -> None:
+    """Sets ``old`` to ``new`` where a condition holds that is on their device. It waits for no GPU."""
+    if old.is_cuda:
+        old.copy_(torch.where(condition, new, old))
+    elif condition:
+        old.copy_(new)

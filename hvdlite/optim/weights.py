@@ -12,7 +12,7 @@ its n into elements of its own, 8 bits into each, so that n is exact in any dtyp
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ _POWERS = torch.tensor([float(_BASE**digit) for digit in range(_DIGITS)], dtype=
 MOST_PER_STEP = _BASE**_DIGITS - 3
 """The largest sum of n of one rank in a step."""
 
-# The reference of the first step. An fp16 wire then holds usual gradients of 1 to about 10 million tokens per rank.
-_FIRST_REFERENCE = 1024.0
+FIRST_REFERENCE = 1024.0
+"""The reference of the first step. An fp16 wire then holds usual gradients of 1 to about 10 million tokens per rank."""
 
 # What a rank writes: one of these, or its n + 2.
 _NO_BACKWARD, _UNWEIGHTED, _LEAST = 0, 1, 2
@@ -38,7 +38,7 @@ _NO_BACKWARD, _UNWEIGHTED, _LEAST = 0, 1, 2
 class WeightState(NamedTuple):
     """All that `Weights` remembers, to begin a step again in another world."""
 
-    reference: float = _FIRST_REFERENCE
+    reference: float = FIRST_REFERENCE
     # The sum of n of the step's backward passes, or None if no loss was weighted.
     counted: int | None = None
     # The same of losses whose backward pass has not begun.
@@ -143,7 +143,9 @@ class _NoGradient(torch.autograd.Function):
 
 def no_loss(loss: Tensor) -> Tensor:
     """Returns a zero of the loss's shape and dtype, whose backward pass gives no parameter a gradient."""
-    zero: Tensor = _NoGradient.apply(loss)
+    # Not typed in every version of torch.
+    untyped: Any = _NoGradient
+    zero: Tensor = untyped.apply(loss)
     return zero
 
 

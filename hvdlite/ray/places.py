@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from ..rendezvous.given_place import GivenPlace
@@ -99,8 +100,10 @@ def _variables(rank: int, placements: Sequence[Placement], facts: Sequence[Worke
     }
     variables = {name: str(number) for name, number in numbers.items()} | {"HOROVOD_HOSTNAME": own.host}
     if own.gpus:
-        # All of the node's, in the order of its ranks: cuda:LOCAL_RANK is the worker's own, and NCCL sees the others.
-        gpus = dict.fromkeys(gpu for each in facts if each.node == own.node for gpu in each.gpus)
+        # All of the node's, so that NCCL sees the others: first one of each rank, as cuda:LOCAL_RANK is the worker's
+        # own, and then what ranks with several have besides.
+        by_turns = zip_longest(*(each.gpus for each in facts if each.node == own.node))
+        gpus = dict.fromkeys(gpu for turn in by_turns for gpu in turn if gpu is not None)
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return variables
 

@@ -3,11 +3,11 @@ Rendezvous: reads this process's rank from the launcher's variables, and connect
 
     launcher's variables ── Placement ── shared store ── every rank's signed RankInfo, read by all
 
-`runtime.bootstrap` calls it in `hvd.init`, and then opens gloo and NCCL groups over the store.
+`runtime` calls it in `hvd.init`, and then opens gloo and NCCL groups over the store.
 
 Modules import only what stands before them:
 
-    store_client < fault_questions < key_listener < placement < given_place < launcher_store < seat < launchers
-        < responder < secret < rank_info < process_state < master_address < host_address < local_exchange < pmi < pmix
-        < pmi_rendezvous
+    store_client < fault_questions < last_votes < key_listener < placement < given_place < launcher_store < seat
+        < launchers < responder < secret < rank_info < process_state < master_address < host_address < local_exchange
+        < pmi < pmix < pmi_rendezvous
 """

@@ -3,7 +3,8 @@
 
     may_begin ── chaos/ask/<worker> ── hvdlite-run notes the fault ── chaos/answer/<worker>/<n> ── now, or later
 
-`runtime.bootstrap` makes one for `faults`. The answer comes before the fault, so hvdlite-run's report has each of them.
+`runtime.elastic_world` makes one for `faults`. The answer comes before the fault, so hvdlite-run's report has each of
+them.
 """
 
 from __future__ import annotations

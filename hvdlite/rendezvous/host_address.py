@@ -1,8 +1,8 @@
 """
 Finds the address by which other hosts reach this host, and the network interface that has it.
 
-It asks the kernel's routing table and sends nothing to other hosts. `pmi_rendezvous`, `runtime.bootstrap`,
-`control.connect` and `round_trips` call it. Interface names are not compared between hosts.
+It asks the kernel's routing table and sends nothing to other hosts. `pmi_rendezvous`, `runtime`, `control.connect`
+and `round_trips` call it. Interface names are not compared between hosts.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 It is hvdlite-run's, or another one that takes the same requests, such as `hvdlite.ray`'s.
 
 gloo and NCCL call its methods from threads of their own, other modules of hvdlite from the caller's. Each method sends
-a request, by `store_client.StoreClient` under hvdlite-run. `runtime.bootstrap` and `round_trips` create it.
+a request, by `store_client.StoreClient` under hvdlite-run. `runtime.connect_ranks` and `round_trips` create it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """
 Opens the store that rank 0 serves at MASTER_ADDR and MASTER_PORT, and explains why ranks cannot connect there.
 
-`runtime.bootstrap` calls `store_at_given_address`, which calls `torch.distributed.rendezvous`.
+`runtime.connect_ranks` calls `store_at_given_address`, which calls `torch.distributed.rendezvous`.
 """
 
 from __future__ import annotations

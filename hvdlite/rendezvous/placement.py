@@ -4,7 +4,7 @@
     launcher's variables ── Placement of one process ── the placements of all ranks ── Topology
 
 ``rank`` is global, ``local_rank`` counts the ranks of a host, and ``cross_rank`` counts the hosts that have this local
-rank. `launchers` makes a `Placement`, `rank_info` exchanges them between ranks, and `runtime.bootstrap` makes the
+rank. `launchers` makes a `Placement`, `rank_info` exchanges them between ranks, and `runtime.make_world` makes the
 `Topology`. Nothing here communicates.
 """
 

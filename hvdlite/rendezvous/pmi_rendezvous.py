@@ -11,7 +11,7 @@ Every rank finds the address of rank 0's store in the first of these ways that i
                         reserved or that follows from the job's id
 
 The store is a TCPStore that listens on the address by which other hosts reach rank 0, or on loopback if all ranks are
-on one host; except under plain srun, the kernel chooses the port. `runtime.bootstrap` calls `rendezvous_by_pmi`.
+on one host; except under plain srun, the kernel chooses the port. `runtime.connect_ranks` calls `rendezvous_by_pmi`.
 """
 
 from __future__ import annotations

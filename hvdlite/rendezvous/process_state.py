@@ -14,9 +14,11 @@ launcher's store. `ProcessState` has what outlives a world and depends on these 
 - the shared memory of a rank whose steps survive the loss of others (`shm.kept_memory`): kept until the process ends.
 - the connection to the launcher's PMI: kept while PMI_FD is the same.
 - the place that a program has given to this process, in place of a launcher.
-- the last generation of an elastic job in which it was given a rank, the arguments of the last `hvd.init`, and whether
-  the program has called `hvd.elastic.run`.
+- the last generation of an elastic job in which it was given a rank, the arguments of the last `hvd.init`, whether the
+  program has called `hvd.elastic.run`, whether it has the state that is trained there, and whether it has stood by
+  before it was a rank.
 - the connections to ranks on other hosts, for that thread: dropped when the world ends.
+- since when it waits in `hvd.init` to be connected to the other ranks.
 - GLOO_SOCKET_IFNAME, if hvdlite has set it: unset when the world ends.
 
 `runtime.world` has the one object, and passes it to `runtime.bootstrap`. State that is right in any world is elsewhere:
@@ -59,13 +61,23 @@ class ProcessState:
         self.seat: Seat | None = None
         """Its rank in that generation."""
         self.keepalive: Keepalive | None = None
-        """The connections to ranks on other hosts in an elastic job; None between worlds."""
+        """The connections to ranks on other hosts, under hvdlite-run; None between worlds."""
+        self.connects_since_s: float | None = None
+        """When it began, in `hvd.init`, to wait for the other ranks; None if it does not."""
         self.steps: Counter[str] = Counter()
         """The steps that its optimizers took in the worlds that it has left, by their names."""
         self.samples: int | None = None
         """The samples that it has processed; None if its program does not tell."""
         self.is_elastic = False
         """Whether the program has entered a function of `hvd.elastic.run`, and so can go on in another world."""
+        self.has_state = False
+        """Whether it has what the ranks of an elastic job train: it was in the first generation, or got it since."""
+        self.has_stood_by = False
+        """Whether it has been in a world without other ranks, before it was given a rank."""
+        self.has_asked = False
+        """Whether it has asked for its next rank already."""
+        self.has_told = False
+        """Whether it has told new workers that they can join its program."""
         self.newcomers = Newcomers.WELCOME
         """What this process says of workers that were in no generation, when it asks for the next."""
         self.given_place: GivenPlace | None = None

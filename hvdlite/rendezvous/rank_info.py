@@ -4,7 +4,7 @@ Exchanges every rank's placement and settings through the store, signed, before 
     agree_on_secret ── this rank's signed RankInfo to the store ── all ranks' RankInfo, checked ── Signer for this init
 
 Anybody on the network may be able to write to the store (a TCPStore has no password). So each entry is limited in size,
-its signature is checked first, and it is read as JSON; nothing is unpickled. `runtime.bootstrap` calls these functions
+its signature is checked first, and it is read as JSON; nothing is unpickled. `runtime.make_world` calls these functions
 in `hvd.init`.
 """
 
@@ -36,7 +36,7 @@ _PARTING = timedelta(seconds=5)
 class RankInfo:
     """What each rank sends to all others in `hvd.init`.
 
-    ``settings`` maps names to values; `runtime.bootstrap` compares those that must be equal. ``nonce`` is random and
+    ``settings`` maps names to values; `runtime.make_world` compares those that must be equal. ``nonce`` is random and
     never used before.
     """
 

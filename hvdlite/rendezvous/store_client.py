@@ -3,8 +3,8 @@
 
     calling thread ── StoreClient.request ── an idle connection, or a new one ── agent ── launcher
 
-`launcher_store` makes a `torch.distributed.Store` of it; `worker_main` and `runtime.bootstrap` call it too. It does not
-import torch. The requests and their binary format are a contract with the launcher, which implements them in
+`launcher_store` makes a `torch.distributed.Store` of it; `worker_main` and `runtime.connect_ranks` call it too. It does
+not import torch. The requests and their binary format are a contract with the launcher, which implements them in
 `hvdlite_launcher.wire.worker_requests`.
 """
 

@@ -22,15 +22,16 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-from ..control.call_sites import frames_of_threads, own_prefixes
+from ..control.call_sites import FramesOfThreads, own_prefixes
 from ..rendezvous.store_client import StoreClient, StoreRequest
 
 STACKS_SIGNAL = 62
-"""A real-time signal that programs hardly use. The agent sends it, and must know the same number."""
+"""A real-time signal that programs hardly use. `launcher.host.stacks_on_signal` has the same number."""
 
 _LOOKS_EACH_S = 5.0
 _ASKED_WITHIN_S = 0.5
@@ -70,7 +71,6 @@ class HangReporter:
         self._has_told = False
         own = os.path.join(job_dir, f"r{os.getpid()}")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.settimeout(_LOOKS_EACH_S)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(own)  # of a process that had this number before
         self._listener.bind(own)
@@ -82,6 +82,8 @@ class HangReporter:
         """Has the signal write all stacks to this file, unless the program uses the signal itself."""
         if signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
             return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # what was registered when torch was imported, or by a process that had this number before
         # Kept open as long as the process lives, since the handler writes to its descriptor.
         self._stacks = open(path, "a")  # noqa: SIM115  # see above
         self._stacks.write(json.dumps({"libraries": own_prefixes()}) + "\n")
@@ -89,11 +91,17 @@ class HangReporter:
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True, chain=False)
 
     def _run(self) -> None:
+        look_at_s = time.monotonic() + _LOOKS_EACH_S
         while True:
+            # Not only when nobody connects for so long: under --watch the agent asks more often.
+            if (left_s := look_at_s - time.monotonic()) <= 0:
+                self._look()
+                look_at_s = time.monotonic() + _LOOKS_EACH_S
+                continue
             try:
+                self._listener.settimeout(left_s)
                 connection, _ = self._listener.accept()
             except TimeoutError:
-                self._look()
                 continue
             except OSError:
                 return
@@ -111,7 +119,10 @@ class HangReporter:
             file.write(self._brief_answer())
 
     def _brief_answer(self) -> bytes:
-        return json.dumps({"worker": self._worker, **self._describe_briefly()}).encode()
+        try:
+            return json.dumps({"worker": self._worker, **self._describe_briefly()}).encode()
+        except Exception as error:  # noqa: BLE001  # neither the thread nor hvd.shutdown() may end by it
+            return json.dumps({"worker": self._worker, "error": f"{type(error).__name__}: {error}"}).encode()
 
     def _answer(self) -> bytes:
         answer: dict[str, Any] = {"libraries": own_prefixes(), "threads": stacks_of_threads()}
@@ -136,11 +147,12 @@ def stacks_of_threads() -> list[dict[str, Any]]:
     """Returns the name and the frames (file, line, function; the outermost first) of each thread, for JSON."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    return [
-        {"name": names.get(ident, f"thread {ident}"), "is_main": ident == main, "frames": _frames(frame)}
-        for ident, frame in frames_of_threads().items()
-        if ident != threading.get_ident()
-    ]
+    with FramesOfThreads() as innermost:
+        return [
+            {"name": names.get(ident, f"thread {ident}"), "is_main": ident == main, "frames": _frames(frame)}
+            for ident, frame in innermost.items()
+            if ident != threading.get_ident()
+        ]
 
 
 def _frames(innermost: FrameType) -> list[tuple[str, int, str]]:

@@ -4,11 +4,19 @@
     synchronize ── a rank is lost ── go_on ── shutdown, init ── the ranks that are left send reports ── settle
                                                             └─ somebody has all averages of the step: all have them
                                                             └─ nobody: the reducer averages the gradients again
+                                                            └─ nobody, and some rank cannot: all discard the step
 
 Each optimizer's step ends with a vote, a small all-reduce behind its last bucket: a rank takes the step only once all
 ranks have all averages of it. So when a rank is lost, either a rank is past the vote, and then each has the averages,
 or none is, and then none has changed a parameter. The reports say which: they hold how many votes of each optimizer a
 rank has passed. The average is then exactly that of the ranks that are left, and nothing is restored.
+
+Where the engine of some rank cannot average gradients again (NCCL), all ranks discard the step instead: no optimizer
+uses it. A rank may be a step behind when that is decided, so all remember which steps are discarded until all have come
+to them. A discarded step counts as one whose vote a rank has passed.
+
+A rank whose program has ended sends no report. It has left its last votes in hvdlite-run's store, where those find them
+that are still in their last step, and pass them on in their reports.
 
 Ranks that go back to a commit instead (`hvd.elastic.run`, after a lost rank in a collective of the program's own) say
 so in their reports, and all others then do so too.
@@ -17,6 +25,7 @@ so in their reports, and all others then do so too.
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -35,16 +44,32 @@ from ..rendezvous.store_client import StoreClient
 _ATTEMPTS = 3
 
 
+# A step: the optimizer's number, and how many votes of it come before the step's.
+Step = tuple[int, int]
+
+
 class Report(NamedTuple):
     """What a rank says of itself in a new world.
 
     ``is_new``: it was in no world before. ``is_in_step``: it waits for the averages of a step. ``passed``: by an
-    optimizer's number, how many votes it has passed.
+    optimizer's number, how many votes it has passed. ``number``: that of the optimizer in whose step it is.
+    ``can_repeat``: it could average its gradients again. ``discarded``: steps that are to be discarded, as far as it
+    knows.
     """
 
     is_new: bool
     is_in_step: bool
     passed: dict[int, int]
+    number: int | None = None
+    can_repeat: bool = True
+    discarded: frozenset[Step] = frozenset()
+
+
+class LastVotes(NamedTuple):
+    """What a rank has left at the end of its program, by the same names as in its `Report`."""
+
+    passed: dict[int, int]
+    discarded: frozenset[Step] = frozenset()
 
 
 class Settlement(NamedTuple):
@@ -52,23 +77,54 @@ class Settlement(NamedTuple):
 
     ``passed``: by an optimizer's number, how many votes the rank has passed that has passed most. ``must_restore``:
     some ranks wait for the averages of a step, and others have given it up. ``all_are_in_step``: all ranks wait for
-    them, and none is new.
+    them, and none is new. ``discarded``: the steps that each rank discards when it comes to them. ``is_last``: a rank
+    whose program has ended is past the step that others wait in, so they come to no other step.
     """
 
     passed: dict[int, int]
     must_restore: bool
     all_are_in_step: bool = False
+    discarded: frozenset[Step] = frozenset()
+    is_last: bool = False
 
 
-def settle(reports: Sequence[Report]) -> Settlement:
-    """Returns what follows from the reports of all ranks; equal on all of them."""
+class Outcome(enum.Enum):
+    """What becomes of a step in which a rank is lost."""
+
+    HAS_AVERAGES = "all ranks have all averages"
+    REPEAT = "the ranks that are left average their gradients again"
+    DISCARD = "no rank uses the step"
+
+
+def settle(reports: Sequence[Report], left: Sequence[LastVotes] = ()) -> Settlement:
+    """Returns what follows from the reports of all ranks, and from what others have left; equal on all of them."""
     passed: dict[int, int] = {}
-    for report in reports:
-        for number, steps in report.passed.items():
+    known: list[Report | LastVotes] = [*reports, *left]
+    for each in known:
+        for number, steps in each.passed.items():
             passed[number] = max(steps, passed.get(number, 0))
+    waiting = [report for report in reports if report.is_in_step]
+    # Those of which some rank may not know yet.
+    discarded = {
+        (number, step)
+        for told in known
+        for number, step in told.discarded
+        if any(each.passed.get(number, 0) <= step for each in waiting)
+    }
+    if not all(report.can_repeat for report in waiting):
+        steps_waited_for = {
+            (each.number, each.passed.get(each.number, 0)) for each in waiting if each.number is not None
+        }
+        discarded |= {(number, step) for number, step in steps_waited_for if passed.get(number, 0) == step}
     ways = {report.is_in_step for report in reports if not report.is_new}
     all_are_in_step = all(report.is_in_step and not report.is_new for report in reports)
-    return Settlement(passed, must_restore=len(ways) > 1, all_are_in_step=all_are_in_step)
+    is_last = any(
+        steps > each.passed.get(number, 0)
+        for ended in left
+        for number, steps in ended.passed.items()
+        for each in waiting
+    )
+    return Settlement(passed, len(ways) > 1, all_are_in_step, frozenset(discarded), is_last)
 
 
 class Note(NamedTuple):
@@ -89,6 +145,9 @@ class Follower(Protocol):
     def note_vote(self, number: int) -> None:
         """Called when a step of the optimizer with this number has ended on this rank."""
 
+    def note_discarded(self, number: int) -> None:
+        """Called instead when the step is discarded: what it has trained on counts as not trained."""
+
     def note_of(self, number: int | None) -> Any:
         """Returns what the other ranks must know of it, as JSON; ``number`` is that of the optimizer in a step."""
 
@@ -107,18 +166,33 @@ class Survival:
         enter_again: Callable[[], None],
         revoke: Callable[[str], None],
         has_sets: Callable[[], bool] = lambda: False,
+        read_last_votes: Callable[[], list[Any]] = list,
     ) -> None:
         """``enter_again`` leaves the world and enters the next; ``revoke`` ends all waits of the current one.
 
         ``has_sets`` returns whether the current world has process sets, which need all of --min-np.
+        ``read_last_votes`` returns what `last_votes` was on ranks whose programs have ended.
         """
         self._enter_again = enter_again
         self._revoke = revoke
         self._has_sets = has_sets
+        self._read_last_votes = read_last_votes
+        self._pid = os.getpid()
         self._needs_min_np = False
         self._passed: dict[int, int] = {}
         self._is_in_step = False
         self._settlement = Settlement({}, must_restore=False)
+        # Steps that this rank discards, or has discarded and others may not know of; and whose loss is the reason.
+        self._discarded: frozenset[Step] = frozenset()
+        self._lost = ""
+        # What stands for this process in reports, and by the same the ranks of the last world in which all had one.
+        self._identity = ""
+        self._ranks: dict[str, str] = {}
+        self.lost_ranks: list[str] = []
+        """The ranks that were lost so far, named as they were in the world before, such as ``rank 3 (node2)``."""
+        self.beginnings = 0
+        """How many worlds so far had ranks that did not come from the same step of the one before."""
+        self._seat: Seat | None = None
         self._newcomers = 0
         self._size = 0
         self._attempts = 0
@@ -128,6 +202,7 @@ class Survival:
         self._followers: list[weakref.ref[Follower]] = []
         # The optimizer in whose step this rank is, and what each rank says of its followers.
         self._number: int | None = None
+        self._can_repeat = True
         self._notes: list[list[Any]] = []
         self._is_going_on = False
 
@@ -144,21 +219,29 @@ class Survival:
 
     def begin(self, group: Group, seat: Seat) -> None:
         """Exchanges reports in a new world. Every rank must call it, and waits for all."""
-        self._listener = KeyListener(
-            StoreClient.from_url(launcher_variable("STORE", os.environ)), f"{seat.prefix}/end", _ignore, self._revoke
-        )
+        self._listener = KeyListener(_store_client(), f"{seat.prefix}/end", _ignore, self._revoke)
         if self._is_in_step:
             point("report")
-        own = [self._size == 0, self._is_in_step, list(self._passed.items())]
+        of_step: list[Any] = [None, True, [], []]
+        if self._is_in_step:
+            of_step = [self._number, self._can_repeat, list(self._discarded), self._read_last_votes()]
+        self._identity = self._identity or f"{seat.generation}.{seat.rank}"
+        own = [self._size == 0, self._is_in_step, list(self._passed.items()), [*of_step, self._identity]]
         if self._is_in_step and (followers := self._living()):
             notes = {name: follower.note_of(self._number) for name, follower in followers.items()}
             own.append([sum(self._passed.values()), notes])
-        reports = group.all_gather_json(own, "the reports of all ranks in hvd.init()")
-        self._settlement = settle([Report(is_new, in_step, dict(passed)) for is_new, in_step, passed, *_ in reports])
-        self._notes = [notes for _, _, _, *notes in reports]
+        told = group.all_gather_json(own, "the reports of all ranks in hvd.init()")
+        left = [_read_left(each) for _, _, _, (*_, of_ended, _), *_ in told for each in of_ended]
+        self._settlement = settle([_read(report) for report in told], left)
+        self.beginnings += not self._settlement.all_are_in_step
+        self._notes = [notes for _, _, _, _, *notes in told]
+        ranks = {identity: group.describe_rank(rank) for rank, (_, _, _, (*_, identity), *_) in enumerate(told)}
+        self.lost_ranks += [name for identity, name in self._ranks.items() if identity not in ranks]
+        self._ranks = ranks
         if self._is_in_step:
             point("settled")
-        self._newcomers, self._size = seat.newcomers, seat.size
+        self._seat, self._newcomers, self._size = seat, seat.newcomers, seat.size
+        self._discarded = self._settlement.discarded
         if not self._is_in_step:
             self._passed = dict(self._settlement.passed)
 
@@ -168,6 +251,16 @@ class Survival:
         if listener is not None:
             listener.close()
 
+    def last_votes(self) -> list[Any] | None:
+        """Returns what other ranks must know of this one at the end of its program, as JSON; None if there are none."""
+        if self._size <= 1 or not self._passed or self._pid != os.getpid():
+            return None
+        return [list(self._passed.items()), list(self._discarded)]
+
+    def note_removed(self) -> None:
+        """Notes that this rank is removed from the job: it ends before the last step of the others."""
+        self._size = 0
+
     # -- a step
 
     def note_passed(self, number: int) -> None:
@@ -176,6 +269,32 @@ class Survival:
         self._attempts = 0
         for follower in self._living().values():
             follower.note_vote(number)
+
+    def discards(self, number: int) -> bool:
+        """Whether all ranks discard the next step of the optimizer with this number. Any thread may call it."""
+        return (number, self._passed.get(number, 0)) in self._discarded
+
+    def note_discarded(self, number: int, what: str, why: str) -> None:
+        """Notes that this rank has discarded a step of the optimizer with this number.
+
+        ``what`` names it, and ``why`` says what cannot average its gradients again.
+        """
+        self._passed[number] = self._passed.get(number, 0) + 1
+        self._attempts = 0
+        followers = self._living().values()
+        for follower in followers:
+            follower.note_discarded(number)
+        then = "Its samples are drawn again."
+        if not followers:
+            batches = "The batch of 1 rank is" if self._size == 1 else f"The batches of {self._size} ranks are"
+            then = f"{batches} lost, since the program has no hvd.elastic.ElasticSampler that draws them again."
+        if self._seat is not None and self._seat.rank == 0:
+            # For the report of hvdlite-run --chaos, without which nobody reads it.
+            with contextlib.closing(_store_client()) as client, contextlib.suppress(OSError, ValueError):
+                client.set({b"chaos/discarded": b"%d" % self._seat.generation})
+        log.warning(
+            "survive: %s is discarded on all ranks, and changes no parameter: %s. %s (%s)", what, why, then, self._lost
+        )
 
     def follow(self, follower: Follower) -> None:
         """Tells this object of each step, and of the ranks that are lost within one, as long as it lives."""
@@ -203,21 +322,22 @@ class Survival:
         for name, follower in self._living().items():
             if gives_up:
                 follower.begin_again(self._number)
-            elif all(told and name in told[0][1] for told in notes):
+            elif not self._settlement.is_last and all(told and name in told[0][1] for told in notes):
                 follower.go_on([Note(passed, of_rank[name]) for ((passed, of_rank),) in notes])
 
-    def go_on(self, error: CommunicationError, number: int | None) -> bool:
+    def go_on(self, error: CommunicationError, number: int | None, *, can_repeat: bool = True) -> Outcome:
         """Enters the world of the ranks that are left, in a step of the optimizer with this number.
 
-        Returns whether this rank has all averages of the step; otherwise all ranks compute them again. Raises ``error``
-        if the same ranks have failed several times, and a CommunicationError if others go back to a commit.
+        ``can_repeat``: this rank could average its gradients again. Returns what all ranks do with the step. Raises
+        ``error`` if the same ranks have failed several times, and a CommunicationError if others go back to a commit.
         """
         before, size = 0 if number is None else self._passed.get(number, 0), self._size
         self._attempts += 1
         if self._attempts > _ATTEMPTS:
             raise error
         log.warning("survive: a rank was lost within a step, and the others go on: %s", error)
-        self._is_in_step, self._number = True, number
+        self._is_in_step, self._number, self._can_repeat = True, number, can_repeat
+        self._lost = str(error)
         self._needs_min_np = self._has_sets()
         try:
             point("leave")
@@ -245,7 +365,11 @@ class Survival:
                 "is 1 rank" if self._size == 1 else f"are {self._size} ranks",
                 size,
             )
-        return number is not None and self._settlement.passed.get(number, 0) > before
+        if number is None:
+            return Outcome.REPEAT
+        if self.discards(number):
+            return Outcome.DISCARD
+        return Outcome.HAS_AVERAGES if self._settlement.passed.get(number, 0) > before else Outcome.REPEAT
 
     @contextlib.contextmanager
     def calling(self, on_change: Callable[[int], None]) -> Iterator[None]:
@@ -268,6 +392,24 @@ class Survival:
     def must_restore(self) -> bool:
         """Whether ranks of this world had a step to finish, and others none: all go back to their last commit."""
         return self._settlement.must_restore
+
+
+def _read(report: Sequence[Any]) -> Report:
+    is_new, is_in_step, passed, (number, can_repeat, discarded, _, _), *_ = report
+    return Report(is_new, is_in_step, dict(passed), number, can_repeat, _steps(discarded))
+
+
+def _read_left(votes: Sequence[Any]) -> LastVotes:
+    passed, discarded = votes
+    return LastVotes(dict(passed), _steps(discarded))
+
+
+def _steps(told: Sequence[Sequence[int]]) -> frozenset[Step]:
+    return frozenset((number, step) for number, step in told)
+
+
+def _store_client() -> StoreClient:
+    return StoreClient.from_url(launcher_variable("STORE", os.environ))
 
 
 def _ignore(_: Any) -> None:

@@ -22,7 +22,11 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     `stop_timeline` has returned or the program has ended. Until then, each rank writes a part next to it, as
     ``<file_path>.rank.N.part``; a part can be opened too, and remains if its rank crashes.
 
-    Raises an OSError on every rank if rank 0 cannot write the file, and a ValueError if a timeline is already being
+    If ``file_path`` ends in a slash, or is a directory on rank 0's host, each rank N gets a file ``rankN.json`` in it
+    instead (its part is ``rankN.json.part``), which begins with a ``distributedInfo`` as torch.profiler's traces do.
+    Such files of an earlier timeline are replaced, and those of ranks that this job does not have are removed.
+
+    Raises an OSError on every rank if rank 0 cannot write there, and a ValueError if a timeline is already being
     recorded. The variable ``HVDLITE_TIMELINE``, or ``hvdlite-run --timeline-filename``, starts a timeline in `init`.
     ``mark_cycles`` has no effect: hvdlite has no cycles like Horovod's, and steps are always marked.
     """

@@ -14,30 +14,40 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from ..comm import deferred_close
 from ..environment import READ_BY_INIT, Environment, launcher_variable, read_environment
-from ..errors import CommunicationError, LaunchEnvironmentError, NotInitializedError, describe_interrupt
+from ..errors import (
+    CommunicationError,
+    LaunchEnvironmentError,
+    NotInitializedError,
+    WorkerRemovedError,
+    describe_interrupt,
+)
 from ..log import log
 from ..rendezvous.given_place import GivenPlace
 from ..rendezvous.key_listener import KeyListener
+from ..rendezvous.last_votes import leave_last_votes, read_last_votes
 from ..rendezvous.launchers import read_elastic_worker
 from ..rendezvous.process_state import ProcessState
 from ..rendezvous.responder import respond
-from ..rendezvous.seat import Seat
+from ..rendezvous.seat import Seat, tell_of_program
 from ..rendezvous.store_client import StoreClient
 from ..timeline import session as timeline
 from ..values import MOST, seconds, shown, whole_number
-from .bootstrap import World, enter
+from .bootstrap import enter
 from .departure import hasten_end, leave_at_exit
 from .hang_report import HangReporter
+from .make_world import World
 from .process_set import ProcessSet, check_first_sets
 from .survival import Survival
 from .tracebacks import remove_hooks, shorten_tracebacks
@@ -140,7 +150,7 @@ def _init(
         )
     _start_hang_reporter(environment.stall_warning_s if environment.stall_check else None)
     # The state of a process, like what `_process` keeps.
-    survival = _process.keep("survival", None, lambda: Survival(enter_again, revoke, _has_sets))
+    survival = _process.keep("survival", None, lambda: Survival(enter_again, revoke, _has_sets, _read_last_votes))
     _process.newcomers = survival.newcomers
     attempts, size = 0, 0
     while True:
@@ -149,13 +159,17 @@ def _init(
         except KeyboardInterrupt as interrupt:
             describe_interrupt(interrupt, "hvd.init() for the other ranks")
             raise
+        except WorkerRemovedError:
+            survival.note_removed()
+            raise
         has_newcomers = _world.seat is not None and _world.seat.newcomers > 0
         attempts = 1 if has_newcomers or _world.topology.size != size else attempts + 1
         size = _world.topology.size
         try:
             if _world.environment.survive and (seat := _world.seat) is not None:
                 _world = replace(_world, survival=survival)
-                survival.begin(_world.group, seat)
+                if not _world.stands_by:
+                    survival.begin(_world.group, seat)
             for process_set in first_sets:
                 _world.sets.add(process_set)
         except BaseException as error:
@@ -194,10 +208,14 @@ def _start_hang_reporter(warn_after_s: float | None) -> None:
 
 def _describe_for_report() -> dict[str, object]:
     """Returns what this rank knows of itself, for JSON. Called on the reporter's thread."""
-    world = _world
-    if world is None:
-        return {"rank": None, "waits": [], "optimizers": []}
+    world, keepalive = _world, _process.keepalive
+    links: dict[str, object] = {}
+    if keepalive is not None:
+        links = {"addresses": keepalive.addresses, "silent_s": keepalive.silences()}
     now_s = time.monotonic()
+    if world is None or world.stands_by:
+        waits = [(what, round(now_s - since_s, 3)) for what, since_s in _waits_to_connect()]
+        return {"rank": None, "waits": waits, "optimizers": [], **links}
     blocked = [(what, since_s) for what, since_s, _ in world.generation.watch.blocked().values()]
     waits = sorted({*blocked, *world.controller.waits()}, key=lambda each: each[1])
     return {
@@ -205,13 +223,14 @@ def _describe_for_report() -> dict[str, object]:
         "size": world.topology.size,
         "waits": [(what, round(now_s - since_s, 3)) for what, since_s in waits],
         "optimizers": [each._asdict() for each in world.generation.reducers.progress()],
+        **links,
     }
 
 
 def _describe_briefly() -> dict[str, object]:
     """Returns how far this rank is, for JSON. Called on the reporter's thread, once a second under --watch."""
-    world = _world
-    steps, waits = Counter(_process.steps), None
+    world = None if _world is None or _world.stands_by else _world
+    steps = Counter(_process.steps)
     more: dict[str, object] = {} if _process.samples is None else {"samples": _process.samples}
     if world is not None:
         if world.topology.rank == 0:  # once in each job
@@ -219,13 +238,22 @@ def _describe_briefly() -> dict[str, object]:
         steps.update(dict(world.generation.reducers.steps))
         blocked = [(what, since_s) for what, since_s, _ in world.generation.watch.blocked().values()]
         first = min([*blocked, *world.controller.waits()], key=lambda each: each[1], default=None)
-        waits = None if first is None else (first[0], round(time.monotonic() - first[1], 3))
+    else:
+        first = next(iter(_waits_to_connect()), None)
+    waits = None if first is None else (first[0], round(time.monotonic() - first[1], 3))
     return {"rank": None if world is None else world.topology.rank, "steps": steps, "waits": waits, **more}
+
+
+def _waits_to_connect() -> list[tuple[str, float]]:
+    """Returns for what, and since when, this process waits in `init`."""
+    since_s = _process.connects_since_s
+    return [] if since_s is None else [("hvd.init()", since_s)]
 
 
 def note_samples(count: int) -> None:
     """Notes that this rank has processed so many more samples. Called by `elastic.sampler`."""
-    _process.samples = (_process.samples or 0) + count
+    # JSON has no number of another type, such as a batch size that is a tensor or numpy's.
+    _process.samples = (_process.samples or 0) + int(count)
 
 
 def _note_progress() -> None:
@@ -297,6 +325,35 @@ def note_elastic_program() -> None:
     _process.is_elastic = True
 
 
+def has_state() -> bool:
+    """Whether this process has the state of the training, and not only what its program has made anew."""
+    return _process.has_state
+
+
+def note_state() -> None:
+    """Note that this rank has got the state of the training. Called by `hvd.elastic.run`."""
+    _process.has_state = True
+
+
+def note_loss_in_commit() -> None:
+    """Tell hvdlite-run that this rank was in a commit when another was lost: for the report of --chaos alone."""
+    world, client = _world, _process.kept("store client")
+    if world is not None and world.seat is not None and client is not None:
+        with contextlib.suppress(OSError, ValueError):
+            client.set({b"chaos/in_commit": b"%d" % world.seat.generation})
+
+
+def tell_of_elastic_program() -> None:
+    """Tell new workers that they can join, on rank 0. Called by `hvd.elastic.run`, in each world."""
+    world = _world
+    # Process sets that are added before the function need the other ranks.
+    if world is None or world.seat is None or world.topology.rank != 0 or world.sets.has_any or _process.has_told:
+        return
+    _process.has_told = True
+    if (client := _process.kept("store client")) is not None:
+        tell_of_program(client, world.topology.hosts)
+
+
 def enter_again() -> None:
     """Leave the world, and `init` as it was called the last time."""
     shutdown()
@@ -305,6 +362,28 @@ def enter_again() -> None:
 
 def _has_sets() -> bool:
     return _world is not None and _world.sets.has_any
+
+
+def _read_last_votes() -> list[Any]:
+    client = _process.kept("store client")
+    try:
+        return [] if client is None else read_last_votes(client)
+    except (OSError, ValueError) as error:
+        raise CommunicationError(f"hvd.init() failed: hvdlite-run's agent does not answer: {error}") from error
+
+
+def _leave_last_votes() -> None:
+    """Tells ranks that are still in their last step, which this one has ended, with ``--survive``.
+
+    Where another rank is lost in it, these would average their gradients again without those of this rank.
+    """
+    survival, client = _process.kept("survival"), _process.kept("store client")
+    # A rank that fails is replaced, and has no last step.
+    if survival is None or client is None or getattr(sys, "last_value", None) is not None:
+        return
+    if (votes := survival.last_votes()) is not None:
+        with contextlib.suppress(OSError, ValueError):
+            leave_last_votes(client, votes)
 
 
 def revoke(reason: str) -> None:
@@ -319,6 +398,16 @@ def revoke(reason: str) -> None:
     world.controller.revoke(reason)
     for group in (world.group, *world.sets.groups()):
         group.revoke(reason)
+
+
+def require_ended(what: str) -> None:
+    """Block this thread until all collectives of GPU tensors so far have ended; raises the error of one.
+
+    ``what`` is for that message. It waits for other ranks only as these collectives do.
+    """
+    world = current_world()
+    for group in (world.group, *world.sets.groups()):
+        group.require_ended(what)
 
 
 def is_initialized() -> bool:
@@ -408,10 +497,11 @@ def end_of_program() -> None:
     """Disconnects from the other ranks at the end of the program; `hvdlite` registers it with `atexit`."""
     # A forked child inherits the connections, but only the parent may close them.
     world = _world if _world is not None and _world.pid == os.getpid() else None
+    _leave_last_votes()
     if world is not None:
         _note_progress()
         leave_at_exit(
-            world.topology.size,
+            1 if world.stands_by else world.topology.size,
             shutdown,
             lambda: timeline.save(world.generation.recorder, world.group),
             first_end=world.generation.watch.known_end,

@@ -5,16 +5,17 @@
 
 Pages of shared memory that are touched for the first time cost more than the sums in them. So where steps survive the
 loss of a rank, the memory of the buckets stays allocated and mapped, here and in the other ranks that are left.
-`runtime.bootstrap` calls `wait_until_quiet` and `begin`; `shm_factory` opens engines in `segment`.
+`runtime.make_world` calls `wait_until_quiet` and `begin`; `shm_factory` opens engines in `segment`.
 
 Memory may be used again only if no process can still write to it as in the generation before. Of the ranks of the new
 generation none can: each has waited for its own threads before it asked for its rank, and hvdlite-run publishes the
-generation only when all have asked. Of all others it is checked here that they have ended; if one has not, because it
-was given up while it ran, everything begins with new memory.
+generation only when all have asked. Of all others it is checked here that they have ended, or that all their threads
+are exiting; if one has not, because it was given up while it ran, everything begins with new memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 from collections.abc import Callable, Collection
@@ -23,6 +24,9 @@ from .segment import Address, Piece, Segment
 
 # The most staging slots kept; an engine that is opened when all are in use brings its own.
 _MOST_SLOTS = 8
+
+# Of the kernel's flags of a task, in /proc/PID/task/TID/stat behind its name.
+_FLAGS, _PF_EXITING = 6, 0x4
 
 
 class KeptSegment(Segment):
@@ -120,4 +124,23 @@ class KeptMemory:
         for fd in self._users.values():
             poll.register(fd, select.POLLIN)
         readable = {fd for fd, _ in poll.poll(0)} if self._users else set()
-        return {pid for pid, fd in self._users.items() if fd in readable}
+        # In this order: a pidfd that is not readable keeps the number from being given to another process until then.
+        return {pid for pid, fd in self._users.items() if fd in readable or _is_exiting(pid)}
+
+
+def _is_exiting(pid: int) -> bool:
+    """Whether each thread of a process is exiting: then no instruction of its program runs any more.
+
+    After a process of some GB was killed, the kernel takes its memory back for 0.1 s before the process has ended.
+    """
+    threads: list[str] = []
+    flags = []
+    with contextlib.suppress(OSError):
+        threads = os.listdir(f"/proc/{pid}/task")
+    for thread in threads:
+        with (
+            contextlib.suppress(FileNotFoundError, ProcessLookupError),  # it has ended entirely
+            open(f"/proc/{pid}/task/{thread}/stat", encoding="ascii", errors="replace") as file,
+        ):
+            flags.append(int(file.read().rpartition(")")[2].split()[_FLAGS]))
+    return bool(flags) and all(each & _PF_EXITING for each in flags)

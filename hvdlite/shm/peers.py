@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from ..comm.engine import PeerGoneError
-from ..comm.engine_state import RevokedError
+from ..comm.engine_state import LostError
 from .control_block import FAILED, LEFT, OPEN, REVOKED, ControlBlock
 from .futex import fence, reads_in_order, sleep_while, wake
 
@@ -105,7 +105,7 @@ class Peers:
         """Wait until every rank's ``counter`` has reached ``value``.
 
         Raises a RuntimeError if a late rank has died, left or failed, or misses the ``deadline`` (by `time.monotonic`);
-        a RevokedError if a rank has revoked the engine. ``may_spin``: this thread has a core to itself.
+        a LostError if a rank has revoked the engine. ``may_spin``: this thread has a core to itself.
         """
         if self.reached(counter, value) or (may_spin and self._came_meanwhile(counter, value)):
             return
@@ -135,7 +135,7 @@ class Peers:
             self._wake()
 
     def revoke(self, reason: str) -> None:
-        """End the waits of all ranks with a RevokedError of this reason, unless this rank has left before."""
+        """End the waits of all ranks with a LostError of this reason, unless this rank has left before."""
         if self.own.state == OPEN:
             self.own.write_reason(time.monotonic_ns(), reason)
             fence()
@@ -183,7 +183,7 @@ class Peers:
             # Read the reasons only after the states.
             fence()
             _, reason = min(block.reason() for block in self.control_blocks if block.state == REVOKED)
-            raise RevokedError(reason)
+            raise LostError(reason)
         for group_rank in late:
             if states[group_rank] == LEFT or group_rank in dead:
                 raise self._gone(group_rank)

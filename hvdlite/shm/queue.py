@@ -14,7 +14,7 @@ import time
 from collections import deque
 from typing import Protocol
 
-from ..comm.engine_state import RevokedError
+from ..comm.engine_state import LostError
 from .control_block import FAILED
 from .peers import Peers
 from .shm_operation import Condition, ShmOperation, Steps
@@ -84,8 +84,8 @@ class Queue:
         """
         entry = _Entry(operation, collective, work)
         with self._entries_lock:
-            if isinstance(self._failure, RevokedError):
-                raise RevokedError(str(self._failure))
+            if isinstance(self._failure, LostError):
+                raise LostError(str(self._failure))
             if self._failure is not None or self._is_closed:
                 why = "was closed" if self._failure is None else f"has failed before ({self._failure})"
                 raise RuntimeError(f"this process group {why}: make a new one") from self._failure
@@ -140,7 +140,7 @@ class Queue:
         if last is not None:
             self.carry_on(last)
 
-    def revoke(self, error: RevokedError) -> None:
+    def revoke(self, error: LostError) -> None:
         """End all operations, now and later, with this error, unless the queue has failed before. It does not block.
 
         A thread that is carrying out the queue finds the revocation in the peers' states.

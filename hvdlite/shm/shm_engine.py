@@ -12,7 +12,8 @@ import itertools
 import os
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
-from ..comm.engine_state import EngineState, RevokedError
+from ..comm.engine_state import EngineState, LostError
 from ..comm.flat_bytes import as_bytes, pieces_of
 from ..log import log
 from .arithmetic import DTYPES, Arithmetic, factor_of
@@ -45,6 +46,8 @@ class ShmEngine:
     MismatchError. Reductions add in rank order, narrow floats in float32, and round once, so the bits are equal on all
     ranks and in every run.
     """
+
+    cannot_repeat: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, context: EngineContext, name: str) -> None:
         self._context = context
@@ -204,12 +207,15 @@ class ShmEngine:
     def revoke(self, reason: str, /) -> None:
         if self._state.revoke(reason):
             self._context.peers.revoke(reason)
-            self._queue.revoke(RevokedError(reason))
+            self._queue.revoke(LostError(reason))
 
     def quiesce(self, reason: str, /) -> None:
         with self._calling:
             self._state.quiesce(reason)
         self._queue.drain()
+
+    def require_ended(self) -> None:
+        return
 
     def close(self) -> None:
         """Leave the other ranks. It does not block."""

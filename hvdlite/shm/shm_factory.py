@@ -1,14 +1,14 @@
 """
 Opens engines between the ranks of one host: shared memory for CPU tensors, torch's own engines for GPU tensors.
 
-`runtime.bootstrap`, which knows whether a group's ranks are on one host, makes a `ShmEngineFactory`. `open` sets up a
+`runtime.make_world`, which knows whether a group's ranks are on one host, makes a `ShmEngineFactory`. `open` sets up a
 `ShmEngine` through the store (`setup`), and for GPUs combines it with another engine in a `DeviceEngine`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -33,6 +33,10 @@ class DeviceEngine:
     def __init__(self, cpu: ShmEngine, other: Engine) -> None:
         self.cpu = cpu
         self.other = other
+
+    @property
+    def cannot_repeat(self) -> Mapping[str, str]:
+        return {**self.other.cannot_repeat, **self.cpu.cannot_repeat}
 
     @property
     def board(self) -> Board:
@@ -73,6 +77,9 @@ class DeviceEngine:
     def quiesce(self, reason: str, /) -> None:
         self.cpu.quiesce(reason)
         self.other.quiesce(reason)
+
+    def require_ended(self) -> None:
+        self.other.require_ended()
 
     def _allgather_base(self, output: Tensor, input: Tensor, /) -> EngineWork:
         return self._host_engine_of(input)._allgather_base(output, input)

@@ -1,10 +1,10 @@
 """
-Merges the recordings of all ranks into one timeline file, on a common clock.
+Merges the recordings of all ranks into one timeline, on a common clock: one file, or one for each rank.
 
-`runtime.timeline_functions`, `runtime.bootstrap` and `runtime.world` call `session`. Each rank's events are recorded in
-`comm.recorder`.
+`runtime.timeline_functions`, `runtime.make_world` and `runtime.world` call `session`. Each rank's events are recorded
+in `comm.recorder`.
 
 Modules import only what stands before them:
 
-    clocks < parts < session
+    clocks < parts < destination < session
 """

@@ -1,18 +1,14 @@
 """
-Reads the parts of a timeline, one for each rank, and merges them into one file.
-
-Each rank writes FILE.rank.N.part from the start. At the end rank 0 receives the parts, or finds them beside FILE, and
-writes FILE.
+Reads, corrects and merges the parts of a timeline, one for each rank.
 
 A part is Chrome-trace JSON, already on the common clock: one event on each line, without the closing bracket, which
-Perfetto does not need. This module handles only files: `comm.recorder` writes the parts, and `session` calls this
-module and sends the parts to rank 0.
+Perfetto does not need. This module handles only files: `comm.recorder` writes the parts, `destination` decides where
+they and the merged files are, and `session` sends the parts to rank 0.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import tempfile
@@ -23,27 +19,10 @@ from typing import IO
 from .. import files
 
 
-def part_path(path: Path, rank: int) -> Path:
-    """Returns the path of a rank's part."""
-    return path.with_name(f"{path.name}.rank.{rank}.part")
-
-
-def prepare(path: Path) -> None:
-    """Check that ``path`` can be written (an OSError if not), and remove parts of an earlier timeline beside it."""
-    if path.exists() and not path.is_file():
-        # The file is replaced in the end, which would destroy a device such as /dev/null.
-        raise FileExistsError(errno.EEXIST, "there is something that is not a file", str(path))
-    files.require_directory(str(path))
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}."):
-        pass
-    for part in _parts_beside(path):
-        part.unlink()
-
-
-def open_part(path: Path, rank: int) -> IO[bytes]:
+def open_part(path: Path) -> IO[bytes]:
     """Open a new part. If its directory is missing or cannot be written, it is a temporary file without a name."""
     try:
-        return open(files.create(str(part_path(path, rank))), "w+b", buffering=0)
+        return open(files.create(str(path)), "w+b", buffering=0)
     except OSError:
         return tempfile.TemporaryFile("w+b", buffering=0)
 
@@ -68,12 +47,12 @@ def set_right(data: bytes, gained_ns: int, over_ns: int) -> bytes:
     return "".join(f"{line},\n" for line in lines).encode()
 
 
-def write_whole(path: Path, parts: Iterable[bytes]) -> None:
-    """Write the events of all parts as one file, atomically."""
+def write_trace(path: Path, head: str, parts: Iterable[bytes]) -> None:
+    """Write the events of the parts as one complete trace, atomically. ``head`` is JSON of the fields before them."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         with open(files.create(str(unfinished)), "w") as file:
-            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            file.write(f'{{"displayTimeUnit": "ms", {head}"traceEvents": [\n')
             file.write(",\n".join(line for data in parts for line in events_of(data)))
             file.write("\n]}\n")
         os.replace(unfinished, path)
@@ -83,24 +62,14 @@ def write_whole(path: Path, parts: Iterable[bytes]) -> None:
         raise
 
 
-def join_what_is_there(path: Path) -> None:
-    """Merge the parts found beside ``path``, and keep them: their ranks may still be writing."""
-    write_whole(path, [part.read_bytes() for part in _parts_beside(path)])
-
-
-def remove_part(path: Path, rank: int) -> None:
-    """Remove a part that is in the merged file."""
-    part_path(path, rank).unlink(missing_ok=True)
-
-
-def _parts_beside(path: Path) -> list[Path]:
-    prefix = f"{path.name}.rank."
+def numbered(directory: Path, before: str, after: str) -> dict[int, Path]:
+    """Returns the files of a directory whose names are a rank between ``before`` and ``after``, in order of ranks."""
     found = [
         (int(number), entry)
-        for entry in path.parent.iterdir()
-        if (number := entry.name.removeprefix(prefix).removesuffix(".part")).isdecimal()
+        for entry in directory.iterdir()
+        if (number := entry.name.removeprefix(before).removesuffix(after)).isdecimal()
         and number.isascii()
-        and entry.name == f"{prefix}{number}.part"
+        and entry.name == f"{before}{number}{after}"
         and not entry.is_symlink()
     ]
-    return [entry for _, entry in sorted(found)]
+    return dict(sorted(found))

@@ -1,11 +1,11 @@
 """
-Starts and stops a timeline of all ranks: compares the clocks, and has rank 0 merge all parts into one file.
+Starts and stops a timeline of all ranks: compares the clocks, and has rank 0 write all parts where they are wanted.
 
-`start`: rank 0 checks that it can write the file, the ranks compare their clocks, and each rank records its part.
-`stop`: they compare the clocks again, and rank 0 receives the parts and writes the file.
+`start`: rank 0 checks that it can write there, the ranks compare their clocks, and each rank records its part.
+`stop`: they compare the clocks again, and rank 0 receives the parts and writes them.
 
-The parts are on one clock from the start, so they are useful without `stop`: then rank 0, if it is alive, merges the
-parts that it finds beside the file. The callers are `runtime.timeline_functions`, `runtime.bootstrap` and
+The parts are on one clock from the start, so they are useful without `stop`: then rank 0, if it is alive, writes the
+parts that it finds on its host. The callers are `runtime.timeline_functions`, `runtime.make_world` and
 `runtime.world`, which pass the current world.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from pathlib import Path
 
 from ..comm.group import Group
 from ..comm.recorder import Recorder, Recording
@@ -24,28 +23,35 @@ from ..control.operation import Kind, Operation
 from ..log import log
 from . import parts
 from .clocks import clock_ahead_ns
+from .destination import destination_at, shown_path
+
+
+class NotWrittenError(OSError):
+    """Rank 0 cannot write the timeline: raised on every rank."""
+
 
 _LAST_WAIT_S = 5.0
 _START, _STOP = "start_timeline", "stop_timeline"
 
 
 def start(recorder: Recorder, group: Group, controller: Controller, path: str | os.PathLike[str]) -> None:
-    """Begin recording on every rank, to a file that rank 0 will write at its ``path``. Waits for all ranks."""
+    """Begin recording on every rank, to what rank 0 will write at its ``path``. Waits for all ranks.
+
+    A path that ends in a slash, or of a directory that is there on rank 0's host, gets a file for each rank.
+    """
     if recorder.recording is not None:
         raise ValueError(
-            f"start_timeline: a timeline is being recorded already, to {str(recorder.recording.path)!r}: call "
+            f"start_timeline: a timeline is being recorded already, to {recorder.recording.path!r}: call "
             "hvd.stop_timeline() first"
         )
-    # Made absolute now: the program may change its directory before the file is written.
-    own = os.path.abspath(path)
     begin = Operation(
-        Kind(_START), lambda execution: _begin(execution.group, recorder, Path(execution.owns[0])), own=own
+        Kind(_START), lambda execution: _begin(execution.group, recorder, execution.owns[0]), own=shown_path(path)
     )
     controller.submit(group, begin).wait()
 
 
 def stop(recorder: Recorder, group: Group, controller: Controller) -> None:
-    """Write the file. Waits for all ranks; does nothing if nothing is recorded."""
+    """Write what was recorded. Waits for all ranks; does nothing if nothing is recorded."""
     if recorder.recording is None:
         log.info("stop_timeline: no timeline is being recorded")
         return
@@ -69,6 +75,11 @@ def leave(recorder: Recorder, group: Group, controller: Controller) -> None:
             recorder.forget()
             return
         cause = f"not all ranks ended their programs within {_LAST_WAIT_S:g} s"
+    except NotWrittenError as error:
+        recorder.forget()
+        if group.rank == 0:  # one line for the job
+            log.warning("%s", error)
+        return
     except Exception as error:  # noqa: BLE001 - a program that is ending normally must not fail because of this
         cause = str(error)
     log.warning("the timeline may lack events of other ranks: %s", cause)
@@ -76,14 +87,16 @@ def leave(recorder: Recorder, group: Group, controller: Controller) -> None:
 
 
 def save(recorder: Recorder, group: Group) -> None:
-    """Finish this rank's part, and on rank 0 merge the parts that it finds. It does not communicate."""
+    """Finish this rank's part, and on rank 0 write the parts that it finds. It does not communicate."""
     recording = recorder.recording
     if recording is None:
         return
     recorder.forget()
     if group.rank == 0:
+        destination = destination_at(recording.path, group.size)
         try:
-            parts.join_what_is_there(recording.path)
+            # They stay: their ranks may still be writing.
+            destination.write({rank: part.read_bytes() for rank, part in destination.parts_there().items()})
         except OSError as error:
             log.warning("the timeline cannot be written: %s", error)
 
@@ -92,19 +105,19 @@ def _submit_end(recorder: Recorder, group: Group, controller: Controller) -> Han
     return controller.submit(group, Operation(Kind(_STOP), lambda execution: _end(execution.group, recorder)))
 
 
-def _begin(group: Group, recorder: Recorder, path: Path) -> None:
-    problem = None
+def _begin(group: Group, recorder: Recorder, path: str) -> None:
+    destination, problem = destination_at(path, group.size), None
     if group.rank == 0:
         try:
-            parts.prepare(path)
+            destination.prepare()
         # A ValueError means that no file can have this path, such as one with a NUL.
         except (OSError, ValueError) as error:
             problem = str(error)
     now_ns, problem = group.all_gather_json((time.monotonic_ns(), problem), _START)[0]
     if problem is not None:
-        raise OSError(f"the timeline {str(path)!r} cannot be written on {group.describe_rank(0)}: {problem}")
+        raise NotWrittenError(f"the timeline {path!r} cannot be written on {group.describe_rank(0)}: {problem}")
     ahead_ns = clock_ahead_ns(group, _START)
-    file = parts.open_part(path, group.rank)
+    file = parts.open_part(destination.part_path(group.rank))
     name = group.describe_rank(group.rank)
     recorder.begin(Recording(path, file, group.rank, name, now_ns + ahead_ns, ahead_ns, since_ns=time.monotonic_ns()))
 
@@ -120,18 +133,19 @@ def _end(group: Group, recorder: Recorder) -> None:
         data = parts.set_right(data, gained_ns, time.monotonic_ns() - recording.zero_ns)
     problem = None
     everyones = _gather(group, data)
+    destination = destination_at(recording.path, group.size)
     if group.rank == 0:
         try:
-            parts.write_whole(recording.path, everyones)
+            destination.write(dict(enumerate(everyones)))
         except OSError as error:
             problem = str(error)
     problem = group.all_gather_json(problem, _STOP)[0]
     if problem is not None:
-        raise OSError(
-            f"the timeline {str(recording.path)!r} cannot be written on {group.describe_rank(0)}: {problem}; each "
+        raise NotWrittenError(
+            f"the timeline {recording.path!r} cannot be written on {group.describe_rank(0)}: {problem}; each "
             "rank's part is in the same directory"
         )
-    parts.remove_part(recording.path, group.rank)
+    destination.part_path(group.rank).unlink(missing_ok=True)
 
 
 def _gather(group: Group, data: bytes) -> list[bytes]:

@@ -218,6 +218,7 @@ class Agents:
                 command=self._job.command,
                 in_python=self._job.in_python,
                 as_horovod=self._job.as_horovod,
+                forks=self._job.elastic is not None and self._job.elastic.forks,
                 slots=slots,
                 cwd=self._job.cwd,
                 environment=self._job.environment.here if here else self._job.environment.elsewhere,

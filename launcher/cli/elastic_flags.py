@@ -44,6 +44,8 @@ Flags of a job whose ranks may change while it runs, and of one that starts anew
   --max-restarts N      how many failures are followed by new workers: in each slot within 5 minutes; with restart, in
                         the whole job (3)
   --spares N            start N workers more than --max-np, which wait until one of the others is lost
+  --no-fork-server      start each worker that replaces another as a new Python process, which imports torch. By
+                        default it is a copy of one that has imported it, where the program cannot tell
   --elastic-timeout SECONDS
                         how long to wait for --min-np workers (HVDLITE_ELASTIC_TIMEOUT or HOROVOD_ELASTIC_TIMEOUT where
                         it is set, else 600)
@@ -71,6 +73,7 @@ _OF_ELASTIC = {
     "survive": "--survive",
     "chaos": "--chaos",
     "chaos_report": "--chaos-report",
+    "no_fork_server": "--no-fork-server",
     "elastic_timeout": "--elastic-timeout",
     "hang_timeout": "--hang-timeout",
     "reset_limit": "--reset-limit",
@@ -99,6 +102,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--survive", action="store_const", const=True)
     parser.add_argument("--chaos", action="append")
     parser.add_argument("--chaos-report")
+    parser.add_argument("--no-fork-server", action="store_const", const=True)
     parser.add_argument("--elastic-timeout", type=flag_values.positive_seconds)
     parser.add_argument("--hang-timeout", type=flag_values.seconds)
     parser.add_argument("--reset-limit", type=flag_values.count)
@@ -145,6 +149,9 @@ def elastic_of(options: argparse.Namespace, hosts: Collection[Host], timeout_s: 
     variable that stands for --elastic-timeout, if it is set.
     """
     policy = _policy(options, timeout_s)
+    # Others start few workers later, or none, for which a process that waits would be too much.
+    forks = policy.on_failure is OnFailure.REPLACE and options.no_fork_server is None
+    hang_timeout_s = _hang_timeout_s(options)
     if options.host_discovery_script is None:
         if options.slots_per_host is not None:
             raise UsageError(
@@ -152,8 +159,8 @@ def elastic_of(options: argparse.Namespace, hosts: Collection[Host], timeout_s: 
                 "as in node1:4"
             )
         _require_slots(policy, hosts)
-        return ElasticSpec(policy, None, _hang_timeout_s(options), _chaos(options, policy, len(hosts)))
-    return ElasticSpec(policy, script_of(options), _hang_timeout_s(options), _chaos(options, policy, None))
+        return ElasticSpec(policy, None, hang_timeout_s, _chaos(options, policy, len(hosts)), forks)
+    return ElasticSpec(policy, script_of(options), hang_timeout_s, _chaos(options, policy, None), forks)
 
 
 def _chaos(options: argparse.Namespace, policy: Policy, hosts: int | None) -> ChaosSpec | None:

@@ -28,7 +28,8 @@ Flags of horovodrun that tune a job:
   --autotune-log-file FILE
                         append the measurements to a file
   --timeline-filename FILE
-                        write a timeline for Perfetto: when each gradient was ready, was sent and was waited for
+                        write a timeline for Perfetto: when each gradient was ready, was sent and was waited for; a
+                        directory (DIR/) gets a file for each rank
   --stall-check, --no-stall-check
                         warn about ranks that others wait for, or do not
   --stall-check-warning-time-seconds SECONDS
@@ -124,9 +125,14 @@ def _path(_: str, text: str) -> str:
     return os.path.abspath(text)
 
 
+def _file_or_directory(name: str, text: str) -> str:
+    # A slash at the end, which abspath removes, asks for a directory.
+    return os.path.join(_path(name, text), "") if text.endswith("/") else _path(name, text)
+
+
 def _timeline(name: str, text: str) -> str:
     # DYNAMIC is not a file: the program itself starts the timeline.
-    return text if text == "DYNAMIC" else _path(name, text)
+    return text if text == "DYNAMIC" else _file_or_directory(name, text)
 
 
 def _any(_: str, text: str) -> str:

@@ -8,6 +8,7 @@ are one line on stderr.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -100,6 +101,9 @@ def _show_running_jobs(asked: str, options: argparse.Namespace, command: Sequenc
     for flag in Parser().flags:
         if asked not in flag.option_strings and getattr(options, flag.dest) != flag.default:
             raise UsageError(f"{asked} of a running job starts none: leave out {'/'.join(flag.option_strings)}")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What a job says of itself may have characters that the encoding of this terminal or file lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     if asked == "--watch":
         from .watch_job import watch_job  # noqa: PLC0415  # seldom needed
 

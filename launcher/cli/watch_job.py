@@ -11,7 +11,7 @@ import sys
 import time
 from functools import partial
 
-from ..errors import LauncherError, UsageError
+from ..errors import JobEndsError, LauncherError, UsageError
 from ..job.footer import Footer
 from ..job.job_view import JobView
 from ..job.live_view import LiveView
@@ -23,6 +23,8 @@ from ..system.terminal_text import visible
 # The first answer has no rates yet.
 _SOON_S = 0.7
 _LINE_EACH_S = 10.0
+# Between two attempts of a job that is restarted, its hvdlite-run cannot be asked.
+_AGAIN_EACH_S = 0.2
 
 
 def watch_job(pid: str) -> int:
@@ -31,13 +33,18 @@ def watch_job(pid: str) -> int:
     Raises a UsageError if there is no such job, and a LauncherError if it does not answer.
     """
     view = LiveView(f"--watch {pid}") if draws_in_place(1) else None
+    began = _beginning_of(pid)
     job = _asked(pid)
+    # In place of the handler of `launcher.__main__`, which ends this process with a line about a job that it runs.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if view is None:
-            _tell(pid, job)
+            _tell(pid, began, job)
         else:
-            _draw(pid, job, view)
+            _draw(pid, began, job, view)
     except KeyboardInterrupt:
+        print(f"no longer watched: the job of hvdlite-run {pid} goes on")
         return 0
     print(f"hvdlite-run {pid} has ended")
     return 0
@@ -50,20 +57,45 @@ def _asked(pid: str) -> JobView:
         raise LauncherError(f"--watch: hvdlite-run {pid} is of another version: use its own hvdlite-run") from None
 
 
-def _tell(pid: str, job: JobView) -> None:
-    """Writes a line about the job each 10 s until it has ended."""
+def _asked_again(pid: str, began: bytes | None) -> JobView | None:
+    """Returns the job as it is now, waiting for it while it restarts; None once its hvdlite-run has ended.
+
+    ``began`` is what `_beginning_of` returned at first.
+    """
     while True:
+        try:
+            return _asked(pid)
+        except (UsageError, JobEndsError):
+            if _beginning_of(pid) != began:
+                return None
+        time.sleep(_AGAIN_EACH_S)
+
+
+def _beginning_of(pid: str) -> bytes | None:
+    """Returns when a process began, which tells it from a later one with its number; None if there is none, or ended.
+
+    One that has ended is there until its parent collects it.
+    """
+    try:
+        with open(f"/proc/{int(pid)}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if fields[0] in (b"Z", b"X") else fields[19]
+
+
+def _tell(pid: str, began: bytes | None, job: JobView | None) -> None:
+    """Writes a line about the job each 10 s until it has ended."""
+    while job is not None:
         print(job.plain_line(), flush=True)
         time.sleep(_LINE_EACH_S - _SOON_S)
-        try:
-            _asked(pid)  # has the workers asked
-            time.sleep(_SOON_S)
-            job = _asked(pid)
-        except UsageError:
+        if _asked_again(pid, began) is None:  # it has the workers asked
             return
+        time.sleep(_SOON_S)
+        job = _asked_again(pid, began)
 
 
-def _draw(pid: str, job: JobView, view: LiveView) -> None:
+def _draw(pid: str, began: bytes | None, job: JobView | None, view: LiveView) -> None:
     """Draws the job in place until it has ended. What was drawn last is left on the terminal."""
     sys.stdout.flush()
     footer = Footer(partial(put_all, 1), partial(terminal_size, 1), clock=time.monotonic, redraw_s=0.0)
@@ -71,15 +103,12 @@ def _draw(pid: str, job: JobView, view: LiveView) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGWINCH})
     pause_s = _SOON_S
     try:
-        while True:
+        while job is not None:
             lines = view.lines(job, *footer.fits())
             footer.draw([visible(line).encode(errors="surrogateescape") for line in lines])
             if signal.sigtimedwait({signal.SIGWINCH}, pause_s) is not None:
                 continue
             pause_s = EACH_S
-            try:
-                job = _asked(pid)
-            except UsageError:
-                return
+            job = _asked_again(pid, began)
     finally:
         os.write(1, b"\n")

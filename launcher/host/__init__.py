@@ -1,11 +1,14 @@
 """The programs that run on each host: the agent, which runs the workers, and its parent, which cleans up after it.
 
-    sshd, or the launcher ── remote_parent ── agent ── start_workers, worker_stdin, worker_output
+    sshd, or the launcher ── remote_parent ── agent ── start_workers, forked_workers, worker_stdin, worker_output
 
 The launcher (`agents.remote_agent`) starts a remote_parent on each host, itself or by ssh. That forks the agent, which
 uses the other modules for the workers, and `wire.channel` to talk to the launcher.
 
 Modules import only what stands before them:
 
-    start_workers < worker_stdin < worker_output < collect < host_load < ask_progress < agent < remote_parent
+    start_workers < forked_workers < worker_stdin < worker_output < stacks_on_signal < collect < host_load
+    < killed_workers < ask_progress < agent < remote_parent
+
+The workers themselves import `stacks_on_signal`, with torch.
 """

@@ -1,8 +1,9 @@
 """The agent process: starts one host's workers, and ends every process that they leave behind.
 
 `remote_parent` forks it, and cleans up if it is killed; `python -m hvdlite_launcher.host.agent` starts it without one.
-It reads commands on stdin and writes events on stdout (see `channel`). It uses `start_workers`, `worker_stdin` and
-`worker_output` for the workers, and `store.relay` and `store.cache` for their requests to the rendezvous store.
+It reads commands on stdin and writes events on stdout (see `channel`). It uses `start_workers`, `worker_stdin`,
+`worker_output` and `killed_workers` for the workers, and `store.relay` and `store.cache` for their requests to the
+rendezvous store.
 
 The launcher makes all decisions but one. When stdin ends, or the launcher is silent for too long, the agent kills all
 processes of the job on this host and removes the job's directory. It is one thread with one event loop that never
@@ -22,10 +23,11 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ..errors import LauncherError, ProtocolError, in_words
+from ..plan.python_command import parse_python
 from ..plan.worker_environment import job_dir, left_file, peer_left_file, peer_lost_file, progress_file, store_socket
 from ..store.cache import Cache
 from ..store.relay import Relay
@@ -41,9 +43,12 @@ from ..wire.messages import (
     Exited,
     Greet,
     Hello,
+    InitDone,
     Input,
     InputWanted,
+    OfWorker,
     OutputTaken,
+    PeakMemory,
     Refused,
     SignalWorkers,
     Started,
@@ -51,11 +56,13 @@ from ..wire.messages import (
     StartWorkers,
     TakeReport,
 )
-from ..wire.store_messages import StoreCommand
+from ..wire.store_messages import StoreCommand, StoreEvent
 from .ask_progress import Progress
 from .collect import Collector
+from .forked_workers import ForkedWorkers
 from .host_load import HostLoad
-from .start_workers import CannotStartError, Worker, start_workers
+from .killed_workers import KilledWorkers
+from .start_workers import CannotStartError, Worker, command_of, common_environment, start_workers
 from .worker_output import WorkerOutput
 from .worker_stdin import WorkerStdin
 
@@ -91,6 +98,9 @@ class Agent:
         self._greeting: Greet | None = None
         self._port: socket.socket | None = None  # reserves the port, see `network.reserve_port`
         self._workers: dict[int, Worker] = {}  # the running ones, by pid
+        self._killed: dict[int, Worker] = {}  # those whose end is told, and that are not reaped yet, by pid
+        self._killed_workers = KilledWorkers(self._selector, self._on_killed)
+        self._forked_workers = ForkedWorkers(self._selector, self._on_started)
         self._groups: list[int] = []  # without ``adopts``: the workers' process groups that may have processes
         self._stdins: dict[int, WorkerStdin] = {}  # by the worker's number
         self._job: StartJob | None = None
@@ -112,9 +122,13 @@ class Agent:
         self._listen(self._signals, self._read_signals)
         try:
             while not (self._orphaned or self._channel.closed):
-                for key, _ in self._selector.select(self._channel.time_left_s()):
+                waits = (self._channel, self._killed_workers, self._forked_workers)
+                times = [each.time_left_s() for each in waits]
+                for key, _ in self._selector.select(min((each for each in times if each is not None), default=None)):
                     key.data()
                 self._channel.tick()
+                self._killed_workers.tick()
+                self._forked_workers.tick()
                 self._channel.flush()
                 self._worker_output.hold_up()
         finally:
@@ -196,13 +210,13 @@ class Agent:
         self._job = job
         try:
             self._interface = _interface_for(self._greeting.interface, job.peers)
-            self._load.interface = self._interface if job.peers else None
+            self._load.follow(self._interface if job.peers else None)
             path = job_dir(job.token, job_directory.temporary_directory())
             job_directory.clear_abandoned(os.path.dirname(path))
             self._held_dir = job_directory.make(path)
             self._job_dir = path
             self._report_directory(path)
-            self._cache = Cache(self._channel.send, self._started)
+            self._cache = Cache(self._send_of_worker, self._started)
             self._relay = Relay(store_socket(path), self._cache, self._selector)
         except OSError as error:
             why = in_words(error) or str(error)
@@ -220,12 +234,34 @@ class Agent:
         if self._job_dir is None:
             return  # the launcher was told why
         self._started.update(workers)  # in place: the cache knows this set
+        self._start_anew({number: own for number, own in workers.items() if not self._is_forked(number, own)})
+
+    def _is_forked(self, number: int, own: Mapping[str, str]) -> bool:
+        """Returns whether this worker was asked of the fork server, which has no standard input to give to one."""
+        if number == 0 or not self._forked_workers.is_ready or self._job is None or self._job_dir is None:
+            return False
+
+        def start_anew(signals: Sequence[int]) -> None:
+            self._start_anew({number: own})
+            for signum in signals:
+                self._signal(SignalWorkers((number,), signum))
+
+        common = common_environment(self._job, self._job_dir, self._interface)
+        return self._forked_workers.ask(number, {**common, **own}, start_anew)
+
+    def _start_anew(self, workers: Mapping[int, Mapping[str, str]]) -> None:
+        """Starts workers as new processes; if one cannot be started, says why and starts no more of them."""
+        assert self._job is not None, "the callers have asked"
+        assert self._job_dir is not None, "as above"
         try:
             for worker in start_workers(self._job, workers, self._job_dir, self._interface):
-                self._channel.send(Started(worker.number, worker.process.pid))
-                self._watch(worker)
+                self._on_started(worker)
         except CannotStartError as error:
             self._channel.send(error.refused)
+
+    def _on_started(self, worker: Worker) -> None:
+        self._channel.send(Started(worker.number, worker.process.pid))
+        self._watch(worker)
 
     def _watch(self, worker: Worker) -> None:
         self._workers[worker.process.pid] = worker
@@ -240,6 +276,9 @@ class Agent:
             )
 
     def _signal(self, command: SignalWorkers) -> None:
+        if command.signum not in _FOR_HANDLERS:
+            for number in command.numbers:
+                self._forked_workers.keep_signal(number, command.signum)
         for pid, worker in self._workers.items():
             if worker.number not in command.numbers:
                 continue
@@ -256,18 +295,48 @@ class Agent:
         os.read(self._signals, 4096)  # SIGCHLD, or the signal for the death of the remote parent
         self._orphaned = os.getppid() != self._parent
         for pid, returncode, peak_memory in process_tree.reap()[0]:
-            worker = self._workers.pop(pid, None)
-            if worker is None:
-                continue  # an adopted orphan
-            worker.process.returncode = returncode
-            self._worker_output.drain(worker)
-            if stdin := self._stdins.pop(worker.number, None):
-                stdin.close()
-            assert self._job_dir is not None, "workers are started after it is made"
-            notes = (peer_lost_file, left_file, peer_left_file)
-            peer_lost, left, peer_left = (_was_there(note(self._job_dir, worker.number)) for note in notes)
-            self._progress.note_end(worker.number, pid, progress_file(self._job_dir, worker.number))
-            self._channel.send(Exited(worker.number, returncode, peer_lost, left, peer_left, peak_memory))
+            self._killed_workers.forget(pid)
+            if (worker := self._workers.pop(pid, None)) is not None:
+                worker.process.returncode = returncode
+                self._tell_end(worker, returncode, peak_memory)
+            elif (worker := self._killed.pop(pid, None)) is not None:
+                worker.process.returncode = returncode
+                self._channel.send(PeakMemory(worker.number, peak_memory))
+            else:
+                self._forked_workers.reaped(pid, returncode)
+
+    def _send_of_worker(self, message: OfWorker | StoreEvent) -> None:
+        self._channel.send(message)
+        # In an elastic job, where the others go on: they wait for nothing but the word that it has ended.
+        if isinstance(message, InitDone) and message.after is not None:
+            for pid, worker in self._workers.items():
+                if worker.number == message.worker:
+                    self._killed_workers.watch(pid)
+            self._start_fork_server_soon()
+
+    def _start_fork_server_soon(self) -> None:
+        """Has later workers forked, if the job wants that and orphans are adopted: the server's child becomes ours."""
+        if self._job is None or self._job_dir is None or not (self._job.forks and self._adopts):
+            return
+        if self._forked_workers.is_planned:
+            return
+        environment = common_environment(self._job, self._job_dir, self._interface)
+        if (command := parse_python(command_of(self._job), environment)) is not None:
+            self._forked_workers.start_soon(command, self._job.cwd, environment)
+
+    def _on_killed(self, pid: int, signum: int) -> None:
+        worker = self._killed[pid] = self._workers.pop(pid)
+        self._tell_end(worker, -signum, 0)
+
+    def _tell_end(self, worker: Worker, returncode: int, peak_memory: int) -> None:
+        self._worker_output.drain(worker)
+        if stdin := self._stdins.pop(worker.number, None):
+            stdin.close()
+        assert self._job_dir is not None, "workers are started after it is made"
+        notes = (peer_lost_file, left_file, peer_left_file)
+        peer_lost, left, peer_left = (_was_there(note(self._job_dir, worker.number)) for note in notes)
+        self._progress.note_end(worker.number, worker.process.pid, progress_file(self._job_dir, worker.number))
+        self._channel.send(Exited(worker.number, returncode, peer_lost, left, peer_left, peak_memory))
 
 
 def _was_there(path: str) -> bool:

@@ -50,32 +50,39 @@ class Progress:
         self._number = 0
         self._asked: list[_Asked] = []
         self._silent: dict[int, int] = {}  # the pids of workers that have not answered, by their numbers
+        self._unanswered: set[int] = set()  # the pids that this question was for, as long as they have not answered
+        self._workers: dict[int, int] = {}  # the workers' numbers by their own pids, and by those that have answered
 
     def take(self, number: int, workers: Mapping[int, int], job_dir: str) -> None:
         """Sends a `Progressed` for each of the workers, given as pids by their numbers; returns at once.
 
         ``facts`` is JSON: ``pid`` of the process that has answered, or else the worker's own, ``cpu_s`` and ``memory``
         (bytes) of that process, ``gpu``, the part of the time in which its GPU computes, if that is known, and
-        ``answer``, None if there is none. ``can_answer``: whether any was asked. The first one has ``host``, see
-        `HostLoad.facts`.
+        ``answer``, None if there is none. ``can_answer``: whether a process of this worker has called hvd.init(), and
+        has not ended. The first one has ``host``, see `HostLoad.facts`.
         """
         self._give_up()
         self._host = self._load.facts()
-        self._number, self._silent = number, dict(workers)
+        self._number, self._silent, self._unanswered = number, dict(workers), set()
+        self._workers.update((pid, worker) for worker, pid in workers.items())
         for name in os.listdir(job_dir):
             if found := _SOCKET.fullmatch(name):
                 self._ask(int(found[1]), os.path.join(job_dir, name))
         if not self._asked:
-            self._tell_silent(can_answer=False)
+            self._tell_silent()
 
     def note_end(self, worker: int, pid: int, path: str) -> None:
-        """Sends what a worker that has ended wrote to this file of how far it had come, if it did."""
+        """Sends what a worker that has ended wrote to this file of how far it had come, if it did.
+
+        ``host`` has the bytes over the network until now.
+        """
         self._silent.pop(worker, None)
+        self._workers = {each: number for each, number in self._workers.items() if number != worker}
         with contextlib.suppress(OSError):
             with open(path, "rb") as file:
                 answer = _parsed(file.read(_MOST_BYTES))
             os.unlink(path)
-            self._tell(worker, pid, 0, answer, can_answer=True)
+            self._tell(worker, pid, 0, answer, can_answer=True, host=self._load.network())
 
     def _ask(self, pid: int, path: str) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -83,9 +90,14 @@ class Progress:
         try:
             connection.connect(path)
             connection.sendall(b"brief")
-        except OSError:  # it has ended, or is stopped and has not answered many
+        except BlockingIOError:  # so many questions wait for it that it takes no more
+            connection.close()
+            self._unanswered.add(pid)
+            return
+        except OSError:  # it has ended
             connection.close()
             return
+        self._unanswered.add(pid)
         asked = _Asked(pid, connection)
         self._asked.append(asked)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(asked))
@@ -99,12 +111,14 @@ class Progress:
         if data and len(asked.answer) <= _MOST_BYTES:
             return
         self._close(asked)
+        self._unanswered.discard(asked.pid)
         answer = _parsed(asked.answer)
         worker = answer.get("worker")
         if isinstance(worker, int) and self._silent.pop(worker, None) is not None:
+            self._workers[asked.pid] = worker
             self._tell(worker, asked.pid, self._number, answer, can_answer=True)
         if not self._asked:
-            self._tell_silent(can_answer=False)
+            self._tell_silent()
 
     def _close(self, asked: _Asked) -> None:
         self._asked.remove(asked)
@@ -112,34 +126,70 @@ class Progress:
         asked.connection.close()
 
     def _give_up(self) -> None:
-        has_asked = bool(self._asked)
         for asked in list(self._asked):
             self._close(asked)
-        self._tell_silent(can_answer=has_asked)
+        self._tell_silent()
 
-    def _tell_silent(self, *, can_answer: bool) -> None:
+    def _tell_silent(self) -> None:
+        can_answer = set(map(self._worker_of, self._unanswered))
         silent, self._silent = self._silent, {}
         for worker, pid in silent.items():
-            self._tell(worker, pid, self._number, None, can_answer=can_answer)
+            self._tell(worker, pid, self._number, None, can_answer=worker in can_answer)
 
-    def _tell(self, worker: int, pid: int, number: int, answer: dict[str, Any] | None, *, can_answer: bool) -> None:
+    def _worker_of(self, pid: int) -> int | None:
+        """Returns the worker that this process has named, or else the one that it descends from; None if neither."""
+        ancestor: int | None = pid
+        while ancestor is not None and ancestor not in self._workers:
+            ancestor = _parent_of(ancestor)
+        return None if ancestor is None else self._workers[ancestor]
+
+    def _tell(
+        self,
+        worker: int,
+        pid: int,
+        number: int,
+        answer: dict[str, Any] | None,
+        *,
+        can_answer: bool,
+        host: Mapping[str, object] | None = None,
+    ) -> None:
         cpu_s, memory = _usage(pid)
-        facts = {"pid": pid, "cpu_s": cpu_s, "memory": memory, "answer": answer, "can_answer": can_answer}
+        facts: dict[str, object] = {
+            "pid": pid,
+            "cpu_s": cpu_s,
+            "memory": memory,
+            "answer": answer,
+            "can_answer": can_answer,
+        }
         if (gpu := self._load.gpu_use(pid)) is not None:
             facts["gpu"] = gpu
-        if self._host:
-            facts["host"], self._host = self._host, {}
+        if host is None:
+            host, self._host = self._host, {}
+        if host:
+            facts["host"] = host
         self._send(Progressed(worker, number, json.dumps(facts)))
 
 
 def _usage(pid: int) -> tuple[float, int]:
     """Returns a process' seconds of processor time and bytes of memory; zeros if it has ended or there is no /proc."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
+    if (fields := _stat(pid)) is None:
         return 0.0, 0
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S, int(fields[21]) * _PAGE_BYTES
+
+
+def _parent_of(pid: int) -> int | None:
+    """Returns the process' parent; None if it has none, has ended, or there is no /proc."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[1]) or None
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    """Returns the fields of a process' /proc/<pid>/stat, from its state on; None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
 
 
 def _parsed(answer: bytes | bytearray) -> dict[str, Any]:

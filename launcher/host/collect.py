@@ -3,8 +3,9 @@
     TakeReport ──► Collector ── forks ── collect: asks each worker's processes, or signals them ── JSON ──► Reported
 
 A worker that has called hvd.init() answers on a socket in the job's directory (`hvdlite.runtime.hang_report`). If it
-does not within a second, its interpreter's lock is held: a signal then has its stacks written to a file there. Of any
-other program there is only what the system says of its processes.
+does not within a second, its interpreter's lock is held: a signal then has its stacks written to a file there. So has
+it those of a worker that has not called hvd.init() but imported torch. Of any other program there is only what the
+system says of its processes.
 
 A process that reads about others may be blocked by them (a hanging file system, a lock on their memory). So a child of
 the agent does it, which is killed after some seconds.
@@ -19,7 +20,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +28,7 @@ if TYPE_CHECKING:
     import psutil
 
 from ..wire.messages import Reported
-
-STACKS_SIGNAL = 62
-"""The signal that `hvdlite.runtime.hang_report` has registered."""
+from .stacks_on_signal import STACKS_SIGNAL
 
 _ANSWERS_WITHIN_S = 1.0
 _STACKS_WITHIN_S = 1.0
@@ -38,7 +37,7 @@ _KILLED_AFTER_S = 4
 _READ_BYTES = 1 << 16
 _MOST_ANSWER_BYTES = 300_000
 _MOST_PROCESSES = 40
-_STOPPED = ("stopped", "tracing-stop")
+_RUN_NO_HANDLER = ("stopped", "tracing-stop", "zombie")
 
 
 class Collector:
@@ -111,15 +110,12 @@ def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, dict[str, Any
     ``cores`` are the host's.
     """
     processes = _processes_of_all(workers)
-    asked = {
-        worker: _Asked(each["pid"], path)
-        for worker, found in processes.items()
-        for each in found[::-1]  # the outermost that has called hvd.init() is the last to be set
-        if os.path.exists(path := os.path.join(job_dir, f"r{each['pid']}"))
-    }
-    _ask(list(asked.values()))
+    can_answer = _outermost(processes, job_dir, "")
+    _ask(list(can_answer.values()))
+    # Those that have imported torch, and not called hvd.init().
+    asked = {**_outermost(processes, job_dir, ".stacks"), **can_answer}
     states = {each["pid"]: each["state"] for found in processes.values() for each in found}
-    silent = [each for each in asked.values() if not each.is_answered and states[each.pid] not in _STOPPED]
+    silent = [each for each in asked.values() if not each.is_answered and states[each.pid] not in _RUN_NO_HANDLER]
     _have_stacks_written(silent)
     load = [round(each, 2) for each in os.getloadavg()]
     facts: dict[int, dict[str, Any]] = {}
@@ -130,11 +126,21 @@ def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, dict[str, Any
             "processes": processes[worker],
             "answer": _parsed(one.answer) if one is not None and one.is_answered else None,
             "stacks": _stacks(one) if one in silent else None,
-            "can_answer": one is not None,
+            "can_answer": worker in can_answer,
             "load": load[0],
             "cores": os.cpu_count(),
         }
     return facts
+
+
+def _outermost(processes: Mapping[int, Sequence[Mapping[str, Any]]], job_dir: str, suffix: str) -> dict[int, _Asked]:
+    """Returns the outermost process of each worker that has a file with this suffix in the job's directory."""
+    return {
+        worker: _Asked(each["pid"], path)
+        for worker, found in processes.items()
+        for each in found[::-1]  # the outermost is the last to be set
+        if os.path.exists((path := os.path.join(job_dir, f"r{each['pid']}")) + suffix)
+    }
 
 
 def _processes_of_all(workers: Mapping[int, int]) -> dict[int, list[dict[str, Any]]]:
@@ -170,9 +176,19 @@ def _described(process: psutil.Process) -> dict[str, Any] | None:
             "state": process.status(),
             "cpu_s": round(times.user + times.system, 2),
             "memory": process.memory_info().rss,
-            "command": " ".join(process.cmdline())[:200],
+            "command": _command_of(process),
         }
     return None
+
+
+def _command_of(process: psutil.Process) -> str:
+    """Returns the start of the process' command; nothing if it has ended but is not reaped, as none is known then."""
+    import psutil  # noqa: PLC0415  # as above
+
+    try:
+        return " ".join(process.cmdline())[:200]
+    except psutil.ZombieProcess:
+        return ""
 
 
 def _ask(asked: list[_Asked]) -> None:
@@ -193,10 +209,14 @@ def _ask(asked: list[_Asked]) -> None:
         while selector.get_map() and (left_s := until - time.monotonic()) > 0:
             for key, _ in selector.select(left_s):
                 each = key.data
-                data = each.connection.recv(_READ_BYTES)
+                try:
+                    data = each.connection.recv(_READ_BYTES)
+                    is_end = not data
+                except OSError:  # it has ended without an answer
+                    data, is_end = b"", False
                 each.answer += data
                 if not data or len(each.answer) > _MOST_ANSWER_BYTES:
-                    each.is_answered = not data
+                    each.is_answered = is_end
                     selector.unregister(each.connection)
                     each.connection.close()
         for key in list(selector.get_map().values()):
@@ -208,19 +228,34 @@ def _have_stacks_written(asked: list[_Asked]) -> None:
     waiting = []
     for each in asked:
         with contextlib.suppress(OSError):
-            # The file is there only if the handler is: without one, the signal would end the process.
             each.stacks_from = os.path.getsize(f"{each.path}.stacks")
-            os.kill(each.pid, STACKS_SIGNAL)
-            waiting.append(each)
+            if _handles_the_signal(each.pid):
+                os.kill(each.pid, STACKS_SIGNAL)
+                waiting.append(each)
     sizes = {each.pid: -1 for each in waiting}
     until = time.monotonic() + _STACKS_WITHIN_S
     while waiting and time.monotonic() < until:
         time.sleep(_QUIET_S)
         before = dict(sizes)
-        sizes = {each.pid: os.path.getsize(f"{each.path}.stacks") for each in waiting}
+        sizes = {each.pid: _size_of_stacks(each) for each in waiting}
         waiting = [
             each for each in waiting if sizes[each.pid] != before[each.pid] or sizes[each.pid] == each.stacks_from
         ]
+
+
+def _size_of_stacks(asked: _Asked) -> int:
+    """Returns the size of the process' file of stacks; -1 if it was removed meanwhile."""
+    try:
+        return os.path.getsize(f"{asked.path}.stacks")
+    except OSError:
+        return -1
+
+
+def _handles_the_signal(pid: int) -> bool:
+    """Whether the process has a handler: it may have become another program since, which the signal would end."""
+    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+        handled = next((line for line in file if line.startswith("SigCgt:")), "SigCgt: 0")
+    return bool(int(handled.split()[1], 16) >> (STACKS_SIGNAL - 1) & 1)
 
 
 def _stacks(asked: _Asked) -> str | None:

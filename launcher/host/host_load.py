@@ -30,26 +30,39 @@ _RDMA_WORD = 4
 
 
 class HostLoad:
-    """The load of this host. ``interface`` leads to the job's other hosts; None if there are none."""
+    """The load of this host."""
 
     def __init__(self, selector: selectors.BaseSelector, clock: Callable[[], float] = time.monotonic) -> None:
         self._selector = selector
         self._clock = clock
         self._query_at = 0.0 if shutil.which("nvidia-smi") else None
         self._is_asking = False
-        self.interface: str | None = None
+        self._interface: str | None = None
+        self._before: tuple[int, int] | None = None  # the counts when the job began
         self.gpus: Mapping[str, float] = {}
         """The part of the time in which each GPU computes, by its UUID."""
         self.gpu_of_pid: Mapping[int, str] = {}
         """The GPU that a process uses, as far as the driver knows its number: in containers it may not."""
 
+    def follow(self, interface: str | None) -> None:
+        """Counts the bytes of this interface from now on, towards the job's other hosts; None: there are none."""
+        self._interface = interface
+        self._before = None if interface is None else network_bytes(interface)
+
+    def network(self) -> dict[str, int]:
+        """Returns ``sent`` and ``received``, the bytes since the job began; empty if they are not known."""
+        counts = None if self._interface is None else network_bytes(self._interface)
+        if counts is None:
+            return {}
+        self._before = self._before or counts
+        sent, received = self._before
+        return {"sent": max(0, counts[0] - sent), "received": max(0, counts[1] - received)}
+
     def facts(self) -> dict[str, object]:
-        """Returns ``sent`` and ``received``, bytes so far, and ``gpus``, parts of the time; only what is known."""
+        """Returns what `network` does, and ``gpus``, parts of the time; only what is known."""
         if self._query_at is not None and not self._is_asking and self._query_at <= self._clock():
             self._ask_for_gpus()
-        found: dict[str, object] = {}
-        if self.interface is not None and (counts := network_bytes(self.interface)) is not None:
-            found["sent"], found["received"] = counts
+        found: dict[str, object] = {**self.network()}
         if self.gpus:
             found["gpus"] = list(self.gpus.values())
         return found

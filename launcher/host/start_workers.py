@@ -24,6 +24,15 @@ from ..wire.messages import Refused, StartJob, Stream
 
 
 @dataclass
+class ForkedProcess:
+    """A worker's process that `subprocess` has not started; the parts of a `subprocess.Popen` that the agent uses."""
+
+    pid: int
+    returncode: int | None = None
+    stdin: IO[bytes] | None = None
+
+
+@dataclass
 class Worker:
     """A started worker process. ``pipes`` are its output streams that have not reached their end.
 
@@ -31,7 +40,7 @@ class Worker:
     """
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     pipes: dict[Stream, IO[bytes]]
 
 
@@ -43,6 +52,27 @@ class CannotStartError(Exception):
         self.refused = refused
 
 
+def command_of(job: StartJob) -> tuple[str, ...]:
+    """Returns the command of each of the job's workers on this host."""
+    return (sys.executable, *job.command) if job.in_python else job.command
+
+
+def common_environment(job: StartJob, job_dir: str, interface: str | None) -> dict[str, str]:
+    """Returns the environment of the job's workers on this host, without the variables that each has of its own.
+
+    ``interface`` is the network interface towards the job's other hosts.
+    """
+    inherited = {**os.environ, **job.environment} if job.inherits else job.environment
+    given = {name: value for name, value in inherited.items() if name not in OWN_VARIABLES}
+    if job.as_horovod:
+        path = filter(None, [_directory_of_horovod(), given.get("PYTHONPATH")])
+        given = {**given, "PYTHONPATH": os.pathsep.join(path)}
+    if not _is_same_directory(given.get("PWD", job.cwd), job.cwd):
+        given = {**given, "PWD": job.cwd}  # over ssh it is the directory of the login
+    host = HostEnvironment(job_dir, usable_cores(), interface, job.slots, is_alone=not job.peers)
+    return {**given, **variables_set(given, {}, host)}
+
+
 def start_workers(
     job: StartJob, workers: Mapping[int, Mapping[str, str]], job_dir: str, interface: str | None
 ) -> Iterator[Worker]:
@@ -51,18 +81,10 @@ def start_workers(
     Each leads a session of its own. ``workers`` are their own variables, by their numbers. ``interface`` is the network
     interface towards the job's other hosts.
     """
-    inherited = {**os.environ, **job.environment} if job.inherits else job.environment
-    given = {name: value for name, value in inherited.items() if name not in OWN_VARIABLES}
-    host = HostEnvironment(job_dir, usable_cores(), interface, job.slots, is_alone=not job.peers)
-    command = (sys.executable, *job.command) if job.in_python else job.command
-    if job.as_horovod:
-        path = filter(None, [_directory_of_horovod(), given.get("PYTHONPATH")])
-        given = {**given, "PYTHONPATH": os.pathsep.join(path)}
-    if not _is_same_directory(given.get("PWD", job.cwd), job.cwd):
-        given = {**given, "PWD": job.cwd}  # over ssh it is the directory of the login
+    command, common = command_of(job), common_environment(job, job_dir, interface)
     set_up = process_tree.dying_with_parent()
     for number, own in workers.items():
-        environment = {**given, **variables_set(given, own, host)}
+        environment = {**common, **own}
         try:
             process = subprocess.Popen(
                 command,

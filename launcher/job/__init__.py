@@ -10,7 +10,8 @@ that `discovery` finds and `elastic_hosts` connects to; workers read their ranks
 longer respond, `cut_links` hosts that cannot reach each other, and `generation_table` is shown at its end. With
 ``--chaos`` `chaos_job` stands before it, causes faults, and fills in a `chaos_report`.
 
-`first_minute` says what a job waits for that has just been started. `progress` asks how far the workers are;
+`first_minute` says what a job waits for that has just been started, and `late_start` has a report taken before a worker
+that does not come ends it. `progress` asks how far the workers are;
 `job_facts` has that and what became of the job, for what shows it (`metrics`, `summary`, `watch`). `job_view` is what
 `watch` shows, and `live_view` draws it.
 `json_log` has output and events, by means of the screen.
@@ -20,7 +21,7 @@ longer respond, `cut_links` hosts that cannot reach each other, and `generation_
 Modules import only what stands before them:
 
     failure_message < roster < progress < output_files < lines < json_log < footer < screen < launcher_stdin
-    < ending < first_minute < init_calls < first_failure < discovery < host_slots < membership < elastic_hosts
-    < generation_table < job_facts < job_view < live_view < watch < metrics < summary < log_events < seats < hangs
-    < cut_links < elastic_job < chaos_report < chaos_job < supervisor < launch < attempts
+    < ending < first_minute < late_start < init_calls < first_failure < discovery < host_slots < membership
+    < elastic_hosts < generation_table < job_facts < job_view < live_view < watch < metrics < summary < log_events
+    < seats < hangs < cut_links < elastic_job < chaos_report < chaos_job < supervisor < launch < attempts
 """

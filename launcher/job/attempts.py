@@ -27,8 +27,8 @@ def run_attempts(job: JobSpec, new_store: Callable[[], Store] | None = None) -> 
 
     ``new_store`` makes the store of each attempt, for a caller that exchanges values with the workers.
 
-    Standard input goes to the first attempt. Files of ``record_dir`` are in a directory ``restart.N`` for the N-th
-    restart.
+    Standard input goes to the first attempt. Files of ``record_dir`` and ``report_dir`` are in a directory
+    ``restart.N`` for the N-th restart.
     """
     if job.restart is None:
         return launch(job, None if new_store is None else new_store())
@@ -72,7 +72,8 @@ def _attempt(job: JobSpec, hosts: tuple[Host, ...], number: int, new_store: Call
         attempt=number,
         size=job.size if number == 0 else _size(job, hosts),
         environment=Environment({**here, **counts}, {**elsewhere, **counts}),
-        record_dir=job.record_dir if number == 0 or job.record_dir is None else _directory(job.record_dir, number),
+        record_dir=_directory(job.record_dir, number),
+        report_dir=_directory(job.report_dir, number),
     )
     return launch(attempt, None if new_store is None else new_store())
 
@@ -91,8 +92,8 @@ def _size(job: JobSpec, hosts: Collection[Host]) -> int:
     return slots if job.size is None else min(job.size, slots)
 
 
-def _directory(record_dir: str, number: int) -> str:
-    return os.path.join(record_dir, f"restart.{number}")
+def _directory(path: str | None, number: int) -> str | None:
+    return path if number == 0 or path is None else os.path.join(path, f"restart.{number}")
 
 
 def _close_standard_input() -> None:

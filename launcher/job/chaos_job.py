@@ -13,29 +13,35 @@ import signal
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
-from ..plan.chaos_spec import ChaosSpec, Fault, worker_form
+from ..plan.chaos_spec import OF_A_HOST, ChaosSpec, Fault, worker_form
 from ..plan.elastic_spec import OnFailure, Policy
 from ..system.signals import signal_name
 from ..wire.messages import (
     Alive,
     Exited,
     FaultAsked,
+    FaultSaid,
     HostEvent,
     InitDone,
     InitFailed,
     InitStarted,
     Lost,
+    LostInCommit,
     Newcomers,
     Refused,
+    StepDiscarded,
 )
-from .chaos_report import BEGUN_AGAIN, NO_RANK, NOTHING, TO_COMMIT, ChaosReport, Record
+from .chaos_report import BEGUN_AGAIN, DISCARDED, IN_COMMIT, NO_RANK, NOTHING, STAYED, TO_COMMIT, ChaosReport, Record
 from .elastic_job import ElasticJob
 from .failure_message import Outcome
 from .membership import Member, Membership
 from .roster import Roster
 from .seats import Store
 
-ASKS = b"chaos/ask/"
+SAYS = b"chaos/"  # the prefix of all keys that workers set for this
+_ASKS = b"chaos/ask/"
+_DISCARDED = b"chaos/discarded"
+_IN_COMMIT = b"chaos/in_commit"
 _SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "stop": signal.SIGSTOP}
 _RETRY_S = 0.2  # how soon a fault by the clock is tried again, while too few ranks would be left
 
@@ -99,12 +105,30 @@ class ChaosJob:
         self._clock_number = 0
         self._retry_at: float | None = None
         self._seeded_count = 0
+        # The generations that have discarded a step, and the faults before each in which no step was begun again.
+        self._discarded: set[int] = set()
+        # The generations of which ranks were in a commit when one was lost.
+        self._in_commit: set[int] = set()
+        self._finished: list[tuple[Record, int]] = []
         self.report = ChaosReport()
 
-    # -- asked by workers
+    # -- asked and said by workers
 
-    def on_fault(self, asked: FaultAsked) -> None:
-        """Answers a worker that asks whether it may have its fault now."""
+    def on_fault(self, said: FaultSaid) -> None:
+        """Answers a worker that asks for its fault, and notes what the others say of what was lost."""
+        if isinstance(said, FaultAsked):
+            self._answer(said)
+            return
+        if isinstance(said, LostInCommit):
+            self._in_commit.add(said.generation)
+            return
+        # Not all workers of that generation may have said that they are connected.
+        self._discarded.add(said.generation)
+        for record, generation in self._finished:
+            if generation == said.generation:
+                record.lost = DISCARDED
+
+    def _answer(self, asked: FaultAsked) -> None:
         given = self._faults.given.get(asked.worker, ())
         if asked.worker not in self._roster or asked.index >= len(given):
             return
@@ -136,7 +160,7 @@ class ChaosJob:
         own = next((each for each in members if each.worker == worker), None)
         if own is None or not self._is_left():
             return False
-        takes_host = kind in ("agent", "host")
+        takes_host = kind in OF_A_HOST
         left = [each for each in members if each != own and not (takes_host and each.place.host == own.place.host)]
         if len(left) >= self._policy.min_np:
             return True
@@ -234,14 +258,20 @@ class ChaosJob:
     def _all_are_connected(self, generation: int, members: Mapping[int, int]) -> None:
         self._clock_from = self._clock() if self._clock_from is None else self._clock_from
         for worker, record in list(self._records.items()):
-            if worker in members or record.generation >= generation or record.rank is None:
+            if record.generation >= generation or record.rank is None:
                 continue
+            if worker in members:
+                if record.kind != "link":
+                    continue
+                record.end = STAYED
             record.cost_s = round(self._clock() - self._began_at - record.at_s, 3)
             if self._ways[worker] is Newcomers.WELCOME:
-                record.lost = TO_COMMIT
+                record.lost = IN_COMMIT if record.generation in self._in_commit else TO_COMMIT
             else:
                 has_new = any(since > record.generation for since in members.values())
-                record.lost = BEGUN_AGAIN if has_new else NOTHING
+                record.lost = BEGUN_AGAIN if has_new else DISCARDED if generation in self._discarded else NOTHING
+                if not has_new:
+                    self._finished.append((record, generation))
             del self._records[worker], self._ways[worker]
 
     def on_exit(self, end: Exited) -> None:
@@ -305,9 +335,11 @@ class ChaosJob:
         self._job.settle()
 
 
-def fault_asked(key: bytes, value: bytes) -> FaultAsked | None:
-    """Returns what a worker asks by setting this key in the store; None if it is no such question."""
-    worker, numbers = key.removeprefix(ASKS), value.split(b" ")
+def said_of_faults(key: bytes, value: bytes) -> FaultSaid | None:
+    """Returns what a worker asks or says by setting this key in the store; None if that is nothing about faults."""
+    if key in (_DISCARDED, _IN_COMMIT) and value.isdigit() and len(value) < 10:
+        return (StepDiscarded if key == _DISCARDED else LostInCommit)(int(value))
+    worker, numbers = key.removeprefix(_ASKS), value.split(b" ")
     if len(numbers) != 3 or not all(each.isdigit() and len(each) < 10 for each in (worker, *numbers)):
         return None
     return FaultAsked(int(worker), *map(int, numbers))

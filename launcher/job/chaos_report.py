@@ -10,9 +10,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 NOTHING = "nothing: finished within the step"
+DISCARDED = "the step: discarded on all ranks"
 BEGUN_AGAIN = "nothing: the step was begun again, with new workers"
 TO_COMMIT = "back to the last commit"
+IN_COMMIT = "nothing: back to the commit in which it was lost"
 NO_RANK = "nothing: it had no rank"
+STAYED = "none: the others were given up"
 JOB_ENDED = "the job ended first"
 
 

@@ -3,8 +3,8 @@
     Alive ── each worker's addresses, and those over which nothing comes ──► CutLinks ──► hosts to give up, and why
 
 The ranks would wait in gloo until its timeout. Each worker says for how long nothing has come over its connections to
-other hosts, not even the other kernel's answers to probes (`hvdlite.comm.links`): so a worker that computes for long,
-sleeps or is stopped is never taken for a cut network.
+other hosts, not even the other kernel's answers to probes (`hvdlite.comm.keepalive`): so a worker that computes for
+long, sleeps or is stopped is never taken for a cut network.
 
 `elastic_job` calls it. It uses no connection, thread or clock.
 """
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from ..report.silent_links import Said, silent_between
 from ..wire.messages import Alive
 
 # Of --hang-timeout: with it the job goes on within 20 s by default. The kernel repeats data that nobody acknowledges
@@ -62,21 +63,15 @@ class CutLinks:
         """
         if all(since_s < self._limit_s for said in self._said.values() for since_s in said.silent_s.values()):
             return []
-        at = {
-            address: host_of[worker]
+        ranks = [
+            Said(host_of[worker], said.addresses, said.silent_s)
             for worker, said in self._said.items()
             if worker in host_of
-            for address in said.addresses
-        }
-        silent_s: dict[tuple[str, str], float] = {}
-        for worker, said in self._said.items():
-            for address, since_s in said.silent_s.items():
-                if since_s >= _ALSO_SILENT_PART * self._limit_s and worker in host_of and address in at:
-                    ends = host_of[worker], at[address]
-                    silent_s[ends] = max(since_s, silent_s.get(ends, 0.0))
+        ]
+        silent_s = silent_between(ranks, _ALSO_SILENT_PART * self._limit_s)
         if max(silent_s.values(), default=0.0) < self._limit_s:
             return []
-        links = {frozenset(ends) for ends in silent_s if len(set(ends)) == 2}
+        links = set(map(frozenset, silent_s))
         return [
             CutOff(host, self._words(host, [end for ends in links if host in ends for end in ends - {host}], silent_s))
             for host in fewest_to_give_up(Counter(host_of.values()), links)

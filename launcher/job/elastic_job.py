@@ -28,6 +28,7 @@ from ..wire.messages import (
     Lost,
     NotThereYet,
     Refused,
+    Unresponsive,
 )
 from .cut_links import CutLinks
 from .elastic_hosts import ElasticHosts
@@ -82,7 +83,7 @@ class ElasticJob:
         here: Callable[[], str],
         start_timeout_s: float,
         hang_timeout_s: float,
-        post: Callable[[Lost], None],
+        post: Callable[[Lost | Unresponsive], None],
         chaos_of: Callable[[int], str] = lambda _: "",
     ) -> None:
         """``hang_timeout_s``: see `Hangs` and `CutLinks`. ``post`` puts an event behind all others.
@@ -96,7 +97,7 @@ class ElasticJob:
         self._ending = ending
         self._roster = roster
         self._seats = Seats(store)
-        self._hangs = Hangs(hang_timeout_s, store, ending.clock)
+        self._hangs = Hangs(hang_timeout_s, store, ending.clock, post)
         self._links = CutLinks(hang_timeout_s)
         self._hang_timeout_s = hang_timeout_s
         self._given_up: set[str] = set()  # hosts that are to be lost, since others cannot reach them
@@ -251,8 +252,7 @@ class ElasticJob:
     def on_refused(self, refused: Refused) -> None:
         host = self._here() if refused.host is None else refused.host
         if self._membership.current is not None:
-            self._ending.running.difference_update(self._roster.on_host(host))
-            self.on_lost(Lost(host, refused.why))
+            self._post(Lost(host, refused.why))  # for observers, too, which count faults and lost hosts
             return
         where = "" if refused.host is None else f"{host}: "
         self.decide(Outcome(refused.exit_code, where + refused.why))
@@ -301,7 +301,7 @@ class ElasticJob:
             self._end_for_those_who_never_came()
         for host, why in self._hosts.late(now_s).items():
             self.on_lost(Lost(host, why))
-        if self._decides() and (silent := self._hangs.look(self._seats.waiting)):
+        if self._decides() and (silent := self._hangs.look(self._membership.waiting_for_ranks())):
             self._end_hanging(silent)
         if self._decides():
             self._do(self._membership.time_passes(now_s))
@@ -396,7 +396,7 @@ class ElasticJob:
             return
         host_of = {each.worker: each.place.host for each in self._published.members if each.worker in self._living}
         # While all compute, the network may come back. Until they are connected, they wait for each other.
-        if self._connected.issuperset(host_of) and not self._hangs.those_who_wait(self._seats.waiting):
+        if self._connected.issuperset(host_of) and not self._hangs.those_who_wait(self._membership.waiting_for_ranks()):
             return
         for host, why in self._links.cut_off(host_of):
             if host not in self._given_up:

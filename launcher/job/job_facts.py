@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..system.signals import shell_code, signal_name
-from ..wire.messages import Event, Exited, Lost, Started
+from ..wire.messages import Event, Exited, Lost, PeakMemory, Started
 from .generation_table import GenerationTable, Row
 from .progress import JobProgress, RankProgress
 from .roster import Roster
@@ -85,6 +85,10 @@ class JobFacts:
                     how = "lost a peer" if event.peer_lost else f"exit code {event.returncode}"
                 self._note_end(event.worker, shell_code(event.returncode), how, event.peak_memory, is_fault=is_fault)
                 self.faults += is_fault
+            case PeakMemory():
+                for index, end in enumerate(self.ends):
+                    if end.worker == event.worker:
+                        self.ends[index] = replace(end, peak_memory=max(event.size, end.peak_memory))
             case Lost():
                 workers = [worker for worker in self.roster.on_host(event.host) if worker in self.running()]
                 if workers:

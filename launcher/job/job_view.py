@@ -7,12 +7,12 @@ JobFacts ──► JobView ──► live_view, on the launcher's terminal
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from typing import Any
 
+from ..system.terminal_text import command_in_one_line
 from .failure_message import name_ranks, name_workers
 from .job_facts import JobFacts
 from .progress import HostProgress, RankProgress
@@ -42,7 +42,7 @@ class JobView:
         ranks = facts.progress.of_running()
         hosts = {each.host: facts.progress.of_host(each.host) for each in ranks}
         generation = None if facts.table is None else facts.generation
-        return cls(facts.age_s, shlex.join(command), generation, facts.faults, ranks, hosts)
+        return cls(facts.age_s, command_in_one_line(command), generation, facts.faults, ranks, hosts)
 
     def data(self) -> dict[str, Any]:
         """Returns it for JSON."""

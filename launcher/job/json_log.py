@@ -10,6 +10,8 @@ progress bar each line has the last state.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import time
@@ -19,8 +21,6 @@ from ..errors import UsageError, in_words
 from ..system.safe_files import create
 from ..wire.messages import Output, Stream
 from .lines import MAX_LINE_BYTES
-
-_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 
 
 class JsonLog:
@@ -35,7 +35,9 @@ class JsonLog:
         self._clock = clock
         self._rest: dict[tuple[int, Stream], bytes] = {}
         try:
-            self._fd: int | None = os.open(path, _APPEND) if is_continued else create(path)
+            self._fd: int | None = _open_again(path) if is_continued else create(path)
+            # So that two jobs with one file do not overwrite each other's lines.
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_APPEND)
         except OSError as error:
             why = in_words(OSError(error.errno, "")) or error.strerror
             raise UsageError(f"--log-json: cannot write {path}: {why}") from error
@@ -60,10 +62,11 @@ class JsonLog:
 
     def event(self, kind: str, **facts: object) -> str | None:
         """Writes something else that has happened, after the last line of a worker that has ended."""
+        failure = None
         if kind == "exited" and isinstance(worker := facts["worker"], int):
             rank = facts["rank"]
-            self.finish(worker, rank if isinstance(rank, int) else None)
-        return self._write([{"time": self._now(), "kind": kind, **facts}])
+            failure = self.finish(worker, rank if isinstance(rank, int) else None)
+        return self._write([{"time": self._now(), "kind": kind, **facts}]) or failure
 
     def close(self) -> None:
         if self._fd is not None:
@@ -91,6 +94,8 @@ class JsonLog:
             return None
         rest = memoryview("".join(json.dumps(each) + "\n" for each in objects).encode())
         try:
+            if not os.fstat(self._fd).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "it was removed")
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
@@ -101,6 +106,13 @@ class JsonLog:
 
     def _now(self) -> float:
         return round(self._clock(), 6)
+
+
+def _open_again(path: str) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # removed meanwhile
+        return create(path)
 
 
 def _last_state(line: bytes) -> bytes:

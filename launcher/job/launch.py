@@ -28,8 +28,18 @@ from ..report.reports import Reports
 from ..store.server import Store
 from ..system import process_tree
 from ..system.signals import signals_as_bytes
-from ..wire.messages import Event, FaultAsked, HostsFound, Interrupted, ReportAsked, ScreenDone, UserSignal
-from .chaos_job import ASKS, ChaosFaults, ChaosJob, fault_asked
+from ..system.terminal_text import say
+from ..system.whole_files import require_directory, require_writable
+from ..wire.messages import (
+    Event,
+    FaultSaid,
+    HostsFound,
+    Interrupted,
+    ReportAsked,
+    ScreenDone,
+    UserSignal,
+)
+from .chaos_job import SAYS, ChaosFaults, ChaosJob, said_of_faults
 from .discovery import Discovery
 from .elastic_hosts import ElasticHosts
 from .elastic_job import ElasticJob
@@ -40,11 +50,12 @@ from .first_minute import FirstMinute
 from .generation_table import GenerationTable
 from .job_facts import JobFacts
 from .json_log import JsonLog
+from .late_start import LateStart
 from .launcher_stdin import Stdin, echoes
 from .live_view import LiveView
 from .log_events import LogEvents
 from .membership import Membership
-from .metrics import METRICS_EACH_S, Metrics, require_writable
+from .metrics import METRICS_EACH_S, Metrics
 from .output_files import OutputFiles
 from .progress import JobProgress
 from .roster import Roster
@@ -74,11 +85,10 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
     # Errors of the command line are reported before any host is contacted.
     if job.hosts and job.hosts[0].is_here:  # where rank 0 is, which writes the timeline
         _require_timeline(job.environment.here, job.cwd)
-    for flag, path in (("--metrics-textfile", job.metrics_file), ("--summary", job.summary_file)):
-        if path is not None:
-            require_writable(flag, path)
+    if job.attempt == 0:  # a restart must not fail because of a directory that has gone meanwhile
+        _require_files(job)
     view = LiveView() if job.watch and draws_in_place() else None
-    json_log = None if job.log_json is None else JsonLog(job.log_json, is_continued=job.attempt > 0)
+    json_log = _json_log(job)
     start = _start_static if job.elastic is None else _start_elastic
     shared = Store() if store is None else store
     with signals_as_events(events), Agents(job, events, shared) as agents, contextlib.ExitStack() as to_close:
@@ -108,6 +118,16 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
             directory=job.report_dir,
         )
         views = _Views(job, running, agents, view)
+        observers = list(views.observers)
+        if job.elastic is None:
+            observers.append(
+                LateStart(
+                    job.start_timeout_s,
+                    running=lambda: running.ending.running,
+                    take_report=reports.on_late_start,
+                    clock=running.ending.clock,
+                )
+            )
         supervisor = Supervisor(
             running.judgement,
             running.ending,
@@ -118,7 +138,7 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
             screen=screen,
             log=log,
             on_fault=running.on_fault,
-            observers=views.observers,
+            observers=observers,
         )
         outcome = supervisor.run(events)
         views.end(outcome)
@@ -144,7 +164,7 @@ class _Running:
     judgement: Judgement
     report: Callable[[], str]
     table: GenerationTable | None = None
-    on_fault: Callable[[FaultAsked], None] = lambda _: None
+    on_fault: Callable[[FaultSaid], None] = lambda _: None
 
 
 class _Views:
@@ -309,8 +329,8 @@ def _start_elastic(
     )
 
     def note(key: bytes, value: bytes) -> None:
-        if (asked := fault_asked(key, value)) is not None:
-            events.put(asked)
+        if (said := said_of_faults(key, value)) is not None:
+            events.put(said)
 
     def report() -> str:
         final = with_faults.final_report()
@@ -321,7 +341,7 @@ def _start_elastic(
                 screen.say(f"--chaos-report {chaos.report_file}: cannot be written: {error.strerror}")
         return "\n".join(filter(None, [judgement.table.text(), final.text()]))
 
-    store.watch(ASKS, note)
+    store.watch(SAYS, note)
     return _Running(screen, log, roster, ending, with_faults, report, table, with_faults.on_fault)
 
 
@@ -391,6 +411,28 @@ def _output_files(job: JobSpec, slots: Sequence[Slot]) -> OutputFiles | None:
     return None if job.record_dir is None else OutputFiles(job.record_dir, {slot.number: slot.rank for slot in slots})
 
 
+def _require_files(job: JobSpec) -> None:
+    """Raises `UsageError` if what a flag asks to be written cannot be."""
+    for flag, path in (("--metrics-textfile", job.metrics_file), ("--summary", job.summary_file)):
+        if path is not None:
+            require_writable(flag, path)
+    if job.report_dir is not None:
+        require_directory("--report-dir", job.report_dir)
+
+
+def _json_log(job: JobSpec) -> JsonLog | None:
+    """Returns the file of --log-json. A restart goes on without it if it cannot be opened again."""
+    if job.log_json is None:
+        return None
+    try:
+        return JsonLog(job.log_json, is_continued=job.attempt > 0)
+    except UsageError as error:
+        if job.attempt == 0:
+            raise
+        say(f"{error}. The job goes on without it")
+        return None
+
+
 def _require_timeline(environ: Mapping[str, str], cwd: str) -> None:
     """Raises `UsageError` if the workers' environment names a timeline file that cannot be written on this machine."""
     name = next((name for name in ("HVDLITE_TIMELINE", "HOROVOD_TIMELINE") if name in environ), None)
@@ -398,12 +440,16 @@ def _require_timeline(environ: Mapping[str, str], cwd: str) -> None:
     if not file or file == "DYNAMIC":  # not a file: the program itself starts the timeline
         return
     path = os.path.join(cwd, file)
-    directory = os.path.dirname(path)
+    # A directory, or a name that ends in a slash, gets a file for each rank; rank 0 makes the directory.
+    bare = path.rstrip("/") or "/"
+    directory = bare if os.path.isdir(bare) else os.path.dirname(bare)
     if not os.path.exists(directory):
         why = f"the directory {directory} does not exist: create it"
     elif not os.path.isdir(directory):
         why = f"{directory} is not a directory"
-    elif os.path.exists(path) and not os.path.isfile(path):
+    elif bare != path and os.path.isfile(bare):
+        why = "it is a file: leave out the slash at the end"
+    elif directory != bare and os.path.exists(bare) and not os.path.isfile(bare):
         why = "it exists and is not a regular file: choose another name"
     elif not os.access(directory, os.W_OK | os.X_OK):
         why = f"you cannot create files in {directory}"

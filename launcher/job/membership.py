@@ -218,6 +218,20 @@ class Membership:
             due.append(self._wait.due_s)
         return min((at_s for at_s in due if at_s is not None), default=None)
 
+    def waiting_for_ranks(self) -> set[int]:
+        """Returns the workers in hvd.init() that wait for what the ranks of the current generation do.
+
+        Not a spare, nor a worker with which the ranks cannot go on: these get a seat only once a rank is lost, if ever.
+        """
+        if self.current is None:
+            return {each.number for each in self._workers.values() if each.asks_after is not None}
+        members = self._members()
+        waiting = [each for each in members if each.asks_after is not None]
+        # What the ranks said as they asked the last time holds for this generation, too.
+        if len(members) < self._most() and all(each.newcomers is not Newcomers.NEVER for each in members):
+            waiting += self._joiners()
+        return {each.number for each in waiting}
+
     # ------------------------------------------------------------- what to do
 
     def _go_on(self, now_s: float) -> list[Action]:
@@ -269,6 +283,12 @@ class Membership:
                 yield Say(
                     f"no host is left: after a failure these get no more workers (--on-failure blacklist): {barred}. "
                     "Where that is one host, --on-failure replace starts a new worker on it"
+                )
+            if self._causes and (idle := self._started()):
+                names = ", ".join(f"worker {each.number} on {each.place.host}" for each in idle)
+                yield Say(
+                    f"no rank is left that has the state of the training, with which {names} could go on: start the "
+                    "job again, from a checkpoint if the program has saved one"
                 )
             yield from self._end(None if self._causes else "all hosts have been removed")
             return

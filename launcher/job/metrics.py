@@ -2,17 +2,14 @@
 
     JobFacts, RankProgress ──► Metrics ──► FILE, replaced as a whole each 10 s and at the end
 
-No port is open. The file is written under another name first, so a reader never sees half of it.
+No port is open.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ..errors import UsageError, in_words
+from ..system.whole_files import replace_file, why_not_written
 from ..version import VERSION
 from .job_facts import JobFacts
 from .progress import RankProgress
@@ -21,8 +18,6 @@ METRICS_EACH_S = 10.0
 """How often the file is written."""
 
 Sample = tuple[Mapping[str, str], float]
-# The modes of a file that a program creates, which node_exporter, another user, must be able to read.
-_MODE = 0o644
 
 
 class Metrics:
@@ -56,41 +51,6 @@ class Metrics:
             self._has_failed = False
 
 
-def replace_file(path: str, text: str) -> None:
-    """Writes a file as a whole: a reader sees the old one or the new one."""
-    directory = os.path.dirname(path) or "."
-    fd, temporary = tempfile.mkstemp(prefix=f".{os.path.basename(path)[:100]}.", dir=directory)
-    try:
-        with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-            os.fchmod(fd, _MODE)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
-def require_writable(flag: str, path: str) -> None:
-    """Raises `UsageError` if a file with this path cannot be written: no job is started then."""
-    if os.path.isdir(path) or not os.path.basename(path):
-        raise UsageError(f"{flag}: {path!r} is a directory: give the name of a file")
-    directory = os.path.dirname(path) or "."
-    try:
-        fd, temporary = tempfile.mkstemp(prefix=f".{os.path.basename(path)[:100]}.", dir=directory)
-        os.close(fd)
-        os.unlink(temporary)
-    except OSError as error:
-        way = "create it first" if isinstance(error, FileNotFoundError) else "choose another, or allow it"
-        why = f"no file can be made in {directory} ({why_not_written(error)}): {way}"
-        raise UsageError(f"{flag}: cannot write {path}: {why}") from error
-
-
-def why_not_written(error: OSError) -> str:
-    """Returns the cause in words, without the file."""
-    return in_words(OSError(error.errno, "")) or error.strerror or str(error)
-
-
 def metrics_text(facts: JobFacts, *, is_up: bool, exit_code: int | None = None) -> str:
     """Returns the numbers of a job in Prometheus' text format."""
     ranks = facts.progress.of_running() if is_up else facts.last_ranks()
@@ -115,6 +75,14 @@ def _families(
     yield "hvdlite_faults_total", "counter", "Workers that failed by themselves, and lost hosts.", one(facts.faults)
     if exit_code is not None:
         yield "hvdlite_exit_code", "gauge", "Exit code of hvdlite-run.", one(exit_code)
+    counts = facts.progress.total_bytes().items()
+    for way, about in (("sent", "sent over"), ("received", "received over")):
+        yield (
+            f"hvdlite_network_{way}_bytes_total",
+            "counter",
+            f"Bytes that the host has {about} the interface towards the job's other hosts.",
+            [({"host": host}, getattr(count, way)) for host, count in counts],
+        )
     named = [(rank, {"rank": _rank(rank), "worker": str(rank.worker), "host": rank.host}) for rank in ranks]
     yield (
         "hvdlite_steps_total",

@@ -73,6 +73,14 @@ class HostProgress:
 
 
 @dataclass(frozen=True)
+class HostBytes:
+    """The bytes that a host has sent and received over its network since the job began, of other programs too."""
+
+    sent: int = 0
+    received: int = 0
+
+
+@dataclass(frozen=True)
 class _Sample:
     at_s: float
     pid: int
@@ -112,6 +120,8 @@ class JobProgress:
         self._paces: Mapping[int, tuple[float, str]] = {}  # by rank: the cost and the phase
         self._hosts: dict[str, HostProgress] = {}
         self._bytes: dict[str, deque[tuple[float, int, int]]] = {}
+        self._counted: dict[str, HostBytes] = {}  # by the agent that is there now
+        self._total_bytes: dict[str, HostBytes] = {}
         self._viewers: list[Callable[[], None]] = []
 
     def hurry(self, each_s: float, for_s: float) -> None:
@@ -123,6 +133,10 @@ class JobProgress:
 
     def of_host(self, host: str) -> HostProgress:
         return self._hosts.get(host) or HostProgress()
+
+    def total_bytes(self) -> Mapping[str, HostBytes]:
+        """Returns the bytes of each host of which they are known."""
+        return self._total_bytes
 
     def show_with(self, viewer: Callable[[], None]) -> None:
         """Has this called after each question, once the answers are there."""
@@ -155,7 +169,10 @@ class JobProgress:
         facts = _parsed(event.facts)
         self._note(event.worker, facts, is_last=event.number == 0)
         if isinstance(host := facts.get("host"), dict):
-            self._note_host(self._roster[event.worker].host, host)
+            name = self._roster[event.worker].host
+            self._add_bytes(name, host)
+            if event.number != 0:
+                self._note_host(name, host)
         if event.number == self._number:
             self._missing.discard(event.worker)
             if not self._missing and self._show_at is not None:
@@ -230,6 +247,19 @@ class JobProgress:
             sent, received = (_rate([(each[0], each[i]) for each in known]) for i in (1, 2))
         gpus = facts.get("gpus")
         self._hosts[host] = HostProgress(sent, received, [_part(use) for use in gpus] if isinstance(gpus, list) else ())
+
+    def _add_bytes(self, host: str, facts: Mapping[str, Any]) -> None:
+        if "sent" not in facts:
+            return
+        now, total = HostBytes(_number(facts["sent"]), _number(facts.get("received"))), self.total_bytes().get(host)
+        before = self._counted.get(host, HostBytes())
+        if now.sent < before.sent or now.received < before.received:
+            before = HostBytes()  # a new agent's counts, which begin anew
+        total = total or HostBytes()
+        self._counted[host] = now
+        self._total_bytes[host] = HostBytes(
+            total.sent + now.sent - before.sent, total.received + now.received - before.received
+        )
 
     def _with_rates(self, worker: int, now: RankProgress, samples_so_far: int | None) -> RankProgress:
         """Adds what is a difference since about `_RATE_OVER_S` ago."""

@@ -43,11 +43,6 @@ class Seats:
         """The workers that have asked for a seat and have not ended."""
         return self._asked.keys()
 
-    @property
-    def waiting(self) -> Collection[int]:
-        """The workers that have asked for a seat and have not been given one."""
-        return self._asked.keys() - self._given.keys()
-
     def give(self, worker: int, seat: Mapping[str, int | str]) -> None:
         """Answers a worker that has asked."""
         key = self._given[worker] = b"seat/%d/%d" % (worker, self._asked[worker])

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ..system.whole_files import replace_file, why_not_written
 from .failure_message import Outcome
 from .generation_table import Row
 from .job_facts import JobFacts, WorkerEnd
-from .metrics import replace_file, why_not_written
 
 
 class Summary:
@@ -57,6 +57,7 @@ def summary_data(facts: JobFacts, outcome: Outcome, command: Sequence[str], rest
         "most_workers": facts.most_workers,
         "faults": facts.faults,
         "restarts": restarts,
+        "bytes": {host: asdict(count) for host, count in facts.progress.total_bytes().items()},
         "generations": [_generation(row) for row in facts.rows()],
         "ranks": [_rank(end) for end in facts.last_ends()],
         "losses": [_loss(end) for end in facts.ends if end.is_fault],

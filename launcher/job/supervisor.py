@@ -26,6 +26,7 @@ from ..wire.messages import (
     Event,
     Exited,
     FaultAsked,
+    FaultSaid,
     HostEvent,
     HostsFound,
     InitDone,
@@ -35,9 +36,11 @@ from ..wire.messages import (
     InputWanted,
     Interrupted,
     Lost,
+    LostInCommit,
     NotThereYet,
     OfWorker,
     Output,
+    PeakMemory,
     Progressed,
     Refused,
     ReportAsked,
@@ -46,6 +49,8 @@ from ..wire.messages import (
     ScreenFailed,
     Stalled,
     Started,
+    StepDiscarded,
+    Unresponsive,
     UserSignal,
     WatchAsked,
 )
@@ -73,6 +78,7 @@ class Reports(Protocol):
 
     def on_asked(self, asked: ReportAsked) -> None: ...
     def on_stalled(self, stalled: Stalled) -> None: ...
+    def on_unresponsive(self, unresponsive: Unresponsive) -> None: ...
     def on_reported(self, reported: Reported) -> None: ...
     def on_exit(self, worker: int) -> None: ...
     def time_left_s(self) -> float | None: ...
@@ -120,10 +126,12 @@ class Supervisor:
         stdin: Input,
         screen: Screen,
         log: Callable[[str], None],
-        on_fault: Callable[[FaultAsked], None] = lambda _: None,
+        on_fault: Callable[[FaultSaid], None] = lambda _: None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        """``log`` is called with messages that only ``--verbose`` shows, ``on_fault`` with questions of workers."""
+        """``log`` is called with messages that only ``--verbose`` shows, ``on_fault`` with what
+        workers ask and say about faults.
+        """
         self._judgement = judgement
         self._ending = ending
         self._roster = roster
@@ -191,9 +199,11 @@ class Supervisor:
                 self._judgement.on_alive(event)
             case Stalled():
                 self._reports.on_stalled(event)
+            case Unresponsive():
+                self._reports.on_unresponsive(event)
             case Reported():
                 self._reports.on_reported(event)
-            case Progressed() | WatchAsked():
+            case Progressed() | WatchAsked() | PeakMemory():
                 pass  # for observers
             case ReportAsked():
                 self._reports.on_asked(event)
@@ -227,7 +237,7 @@ class Supervisor:
                     self._ending.effect_of = signal.SIGHUP
                 self._judgement.decide(Outcome.without_screen(event))
                 self._ending.end()
-            case FaultAsked():
+            case FaultAsked() | StepDiscarded() | LostInCommit():
                 self._on_fault(event)
             case HostsFound() | DiscoveryFailed() | Answered() | NotThereYet():
                 self._judgement.on_hosts(event)

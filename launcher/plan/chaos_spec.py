@@ -27,6 +27,7 @@ KINDS = {
     "hang": "a loop that never ends, and that holds the interpreter's lock",
     "agent": "the agent of the worker's host is killed",
     "host": "all workers of its host are killed, and the agent",
+    "link": "nothing comes any more over the worker's connections to other hosts",
 }
 POINTS = {
     "begin": "before the first gradient of a step",
@@ -39,6 +40,8 @@ POINTS = {
     "report": "in the next generation, before the reports on this step",
     "settled": "after these reports",
     "init": "in the first hvd.init() of a worker that is to join",
+    "join": "in a worker that joins: its program has made its model, and asks for its first rank",
+    "handover": "rank 0, and the ranks that get its state, are about to send and to receive it",
     "commit": "in state.commit()",
 }
 BY_CLOCK = ("kill", "segv", "stop", "agent", "host")
@@ -48,7 +51,9 @@ BY_CLOCK = ("kill", "segv", "stop", "agent", "host")
 _USUAL_KINDS = ("kill", "segv", "exception")
 _USUAL_KINDS_BY_CLOCK = ("kill", "segv")
 _USUAL_POINTS = ("begin", "backward", "synchronize", "vote", "voted", "stepped")
-_OF_A_HOST = ("agent", "host")
+OF_A_HOST = ("agent", "host", "link")
+"""The kinds by which a host may be lost."""
+
 _LIKE = "one fault, such as kill@vote:worker=1:step=7, or seeded ones, such as seed=3,every=20,faults=kill+segv,count=9"
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _EVERY = re.compile(r"([0-9]{1,9})|([0-9]{1,6}(?:\.[0-9]{1,3})?)s")
@@ -245,11 +250,11 @@ def require_goes_on(spec: ChaosSpec, *, start: int, least: int, shrinks: bool, h
     The job begins with ``start`` workers and needs ``least``, never replaces one if it ``shrinks``, and runs on
     ``hosts``, None if they are not known yet.
     """
-    of_host = sorted(spec.kinds.intersection(_OF_A_HOST))
+    of_host = sorted(spec.kinds.intersection(OF_A_HOST))
     if of_host and hosts == 1:
+        does = "cuts the network to other hosts" if of_host[0] == "link" else "ends all workers of a host"
         raise UsageError(
-            f"--chaos: {of_host[0]} ends all workers of a host, and the job has one host: name more with -H, or leave "
-            f"{of_host[0]} out"
+            f"--chaos: {of_host[0]} {does}, and the job has one host: name more with -H, or leave {of_host[0]} out"
         )
     if spec.seeded is None:
         return

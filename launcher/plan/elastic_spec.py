@@ -70,13 +70,15 @@ class ElasticSpec:
     """An elastic job. Its hosts are those that ``discovery`` finds; if that is None, they are `JobSpec.hosts`.
 
     A worker that others wait for is ended after ``hang_timeout_s`` without a response; 0: never.
-    ``chaos`` are the faults that the user wants to happen; None for none.
+    ``chaos`` are the faults that the user wants to happen; None for none. ``forks``: workers that take the places of
+    others may be copies of a process that has imported torch.
     """
 
     policy: Policy
     discovery: DiscoveryScript | None = None
     hang_timeout_s: float = 30.0
     chaos: ChaosSpec | None = None
+    forks: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,23 @@
 
     RankFacts of all ranks ──► find_cause ──► Cause: ranks, what is with them; and those that wait for them
 
-The kinds are tried in this order, from what is certain to what is likely: no report at all; a stopped process; one in
-an uninterruptible wait; one that cannot answer; a program that is in no wait for others, while others wait; waits that
-differ, of which the rarer ones are the exception. If all ranks wait in the same place, the connection between them is
-the cause, or the ranks have all been asked while they were busy.
+The kinds are tried in this order, from what is certain to what is likely: no report at all; hosts that do not reach
+each other; a stopped process; one in an uninterruptible wait; one that cannot answer; a program that is in no wait for
+others, while others wait; waits that differ, of which the rarer ones are the exception. Where none of them is rarer,
+each way that ranks have taken is told. If all ranks wait in the same place, the connection between them is the cause,
+or the ranks have all been asked while they were busy.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .rank_facts import Frame, RankFacts, Source
+from .silent_links import Pair, Said, sentence_about, silent_between
 
+# The kernels probe every 2 s.
+_SILENT_S = 6.0
 _STOPPED = ("stopped", "tracing-stop")
 
 
@@ -23,23 +26,30 @@ _STOPPED = ("stopped", "tracing-stop")
 class Cause:
     """``ranks`` are the cause, and ``what`` says why, as the end of a sentence about each; ``waiting`` wait for them.
 
-    Without ``ranks`` it is not known which ranks are, and ``what`` is a whole sentence.
+    Without ``ranks`` it is not known which ranks are, or it is the network between the hosts ``cut``, and ``what`` is a
+    whole sentence. ``ways``: the ranks that wait in each of several places, none of which is the exception.
     """
 
     ranks: tuple[RankFacts, ...]
     what: Callable[[RankFacts], str]
     waiting: tuple[RankFacts, ...] = ()
+    cut: tuple[Pair, ...] = ()
+    ways: tuple[tuple[RankFacts, ...], ...] = ()
 
 
 def find_cause(facts: Sequence[RankFacts]) -> Cause:
     """Returns the probable cause; ``facts`` are of all ranks that run."""
     waiting = tuple(each for each in facts if each.is_waiting())
+    silent = silent_between((Said(each.host, each.addresses, each.silent_s) for each in facts), _SILENT_S)
+    if silent and all(each.has_come for each in facts):
+        sentence = sentence_about(silent)
+        return Cause((), lambda _: sentence, waiting, tuple(sorted({(min(pair), max(pair)) for pair in silent})))
     for is_cause, what in _CERTAIN:
         if found := tuple(filter(is_cause, facts)):
             return Cause(found, what, tuple(each for each in waiting if each not in found))
     busy = tuple(each for each in facts if not each.is_waiting() and each.source is not Source.NONE)
     if waiting and busy:
-        return Cause(busy, _where, waiting)
+        return Cause(busy, where, waiting)
     if busy:
         return _unknown("no rank waits for another: all compute, or wait for something else")
     return _among_waiting(waiting)
@@ -49,24 +59,28 @@ def _among_waiting(waiting: tuple[RankFacts, ...]) -> Cause:
     """Returns the cause if all ranks that say anything wait for others."""
     if not waiting:
         return _unknown("the program says nothing of itself: it has not called hvd.init() in any worker")
-    places = Counter(map(_waits_at, waiting))
-    usual, count = places.most_common(1)[0]
-    others = tuple(each for each in waiting if _waits_at(each) != usual)
-    if not others:
+    by_place: dict[object, list[RankFacts]] = {}
+    for each in waiting:
+        by_place.setdefault(_waits_at(each), []).append(each)
+    ways = sorted(map(tuple, by_place.values()), key=len, reverse=True)
+    if len(ways) == 1:
         return _unknown(
             "all ranks wait in the same place: the connection between them is slow or broken, or they have only just "
             "come there"
         )
-    if count <= len(others):
-        return _unknown("the ranks wait in different places: they have taken different ways")
-    return Cause(others, _where, tuple(each for each in waiting if each not in others))
+    others = tuple(each for each in waiting if each not in ways[0])
+    if len(ways[0]) <= len(others):
+        sentence = f"the ranks wait in {len(ways)} different places: they have taken different ways"
+        return Cause((), lambda _: sentence, ways=tuple(ways))
+    return Cause(others, where, ways[0])
 
 
 def _unknown(sentence: str) -> Cause:
     return Cause((), lambda _: sentence)
 
 
-def _where(facts: RankFacts) -> str:
+def where(facts: RankFacts) -> str:
+    """Returns what a rank does, as the end of a sentence about it."""
     place = facts.place()
     inner = facts.main[-1] if facts.main else None
     at = "at a place that is not known" if place is None else f"at {place}"
@@ -77,7 +91,7 @@ def _where(facts: RankFacts) -> str:
 
 def _does_not_answer(facts: RankFacts) -> str:
     return (
-        f"does not answer: a C extension holds the interpreter's lock, or it gets no processor time. It {_where(facts)}"
+        f"does not answer: a C extension holds the interpreter's lock, or it gets no processor time. It {where(facts)}"
     )
 
 
@@ -91,7 +105,7 @@ _CERTAIN: tuple[tuple[Callable[[RankFacts], bool], Callable[[RankFacts], str]], 
     (
         lambda each: each.can_answer and each.source is not Source.ANSWER and each.state == "disk-sleep",
         lambda each: (
-            f"is in an uninterruptible wait of the kernel, as for a disk or a network file system. It {_where(each)}"
+            f"is in an uninterruptible wait of the kernel, as for a disk or a network file system. It {where(each)}"
         ),
     ),
     (lambda each: each.can_answer and each.source is not Source.ANSWER, _does_not_answer),

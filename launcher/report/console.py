@@ -7,8 +7,8 @@
     hvdlite-run --ps         ── each of them, at once ── Console
                              ◄── JSON: {"started_at": ..., "workers": ..., "hosts": ..., "command": ...}
 
-The socket has no file, and no port: it is there as long as the process, within its network namespace. Both ends check
-that the other process is of the same user, or root.
+The socket has no file, and no port: it is there as long as the process, within its network namespace. The launcher
+answers its own user and root, and the client asks only launchers of its own user.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import socket
 import struct
 import sys
@@ -28,7 +27,8 @@ from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from ..errors import LauncherError, UsageError
+from ..errors import JobEndsError, LauncherError, UsageError
+from ..system.terminal_text import command_in_one_line
 from ..wire.messages import ReportAsked, WatchAsked
 
 _REPORT, _WATCH, _ABOUT = b"report\n", b"watch\n", b"about\n"
@@ -37,6 +37,7 @@ _PATIENCE_S = 15.0
 _ABOUT_PATIENCE_S = 2.0
 _READ_BYTES = 1 << 16
 _PEER = struct.Struct("3i")
+_NONE = object()
 
 
 class Console:
@@ -49,6 +50,9 @@ class Console:
         self._put = put
         self._about = about
         self._listener: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._waiting: set[SimpleQueue[object]] = set()  # where the answers come in that others wait for
         if not sys.platform.startswith("linux"):
             return
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -69,12 +73,16 @@ class Console:
         self.close()
 
     def close(self) -> None:
-        """Ends the thread. Who waits for a report gets none."""
+        """Ends the thread. Who waits for an answer is told at once that there is none."""
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._thread.join()
             self._listener.close()
+            with self._lock:
+                self._is_closed = True
+                for answers in self._waiting:
+                    answers.put(_NONE)
 
     def _run(self, listener: socket.socket) -> None:
         while True:
@@ -87,27 +95,39 @@ class Console:
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
             connection.settimeout(_PATIENCE_S)
-            if not _is_of_same_user(connection):
+            if _user_of(connection) not in (os.geteuid(), 0):
                 return
             request = connection.recv(_REQUEST_BYTES)
             if request == _ABOUT:
                 connection.sendall(json.dumps(self._about()).encode())
-            answers: SimpleQueue[object] = SimpleQueue()
+            elif request in (_REPORT, _WATCH) and (answer := self._answer_to(request)) is not _NONE:
+                connection.sendall(json.dumps(answer).encode())
+
+    def _answer_to(self, request: bytes) -> object:
+        """Returns what the supervisor answers, for JSON; `_NONE` if it does not in time, or this object is closed."""
+        answers: SimpleQueue[object] = SimpleQueue()
+        with self._lock:
+            if self._is_closed:
+                return _NONE
+            self._waiting.add(answers)
+        try:
             if request == _REPORT:
                 self._put(ReportAsked(lambda text, report: answers.put({"text": text, "report": report})))
-            elif request == _WATCH:
-                self._put(WatchAsked(answers.put))
             else:
-                return
-            with contextlib.suppress(Empty):
-                connection.sendall(json.dumps(answers.get(timeout=_PATIENCE_S)).encode())
+                self._put(WatchAsked(answers.put))
+            return answers.get(timeout=_PATIENCE_S)
+        except Empty:
+            return _NONE
+        finally:
+            with self._lock:
+                self._waiting.discard(answers)
 
 
 def ask_for_report(job: str, flag: str = "--report") -> tuple[str, dict[str, Any]]:
     """Returns the report of a running job as text and as JSON's value. ``job`` is its hvdlite-run's process number.
 
-    ``flag`` is the one that errors name. Raises a UsageError if there is no such job, and a LauncherError if it does
-    not answer.
+    ``flag`` is the one that errors name. Raises a UsageError if there is no such job, a JobEndsError if it is ending,
+    and a LauncherError if it does not answer.
     """
     given = _asked(job, flag, _REPORT, "gave no report")
     try:
@@ -128,18 +148,21 @@ def _asked(job: str, flag: str, request: bytes, without_answer: str) -> Any:
         connection.settimeout(_PATIENCE_S)
         try:
             connection.connect(_address(int(job)))
+        except BlockingIOError:  # so many wait for its answer that it takes no more
+            raise LauncherError(f"{flag}: hvdlite-run {job} {without_answer}: it is stopped, or very busy") from None
         except OSError:
             raise UsageError(
                 f"{flag}: no hvdlite-run with the process number {job} runs here{_those_that_run()}"
             ) from None
-        if not _is_of_same_user(connection):
+        if _user_of(connection) != os.geteuid():
             raise UsageError(f"{flag}: process {job} is another user's")
         try:
             return _answer_to(request, connection)
+        except TimeoutError:
+            why = f"it did not answer in {_PATIENCE_S:.0f} s, so it is stopped, or very busy"
+            raise LauncherError(f"{flag}: hvdlite-run {job} {without_answer}: {why}") from None
         except (OSError, ValueError):
-            raise LauncherError(
-                f"{flag}: hvdlite-run {job} {without_answer}: its job is ending, or is another user's"
-            ) from None
+            raise JobEndsError(f"{flag}: hvdlite-run {job} {without_answer}: its job is ending") from None
 
 
 def table_of_jobs() -> str:
@@ -150,15 +173,15 @@ def table_of_jobs() -> str:
             connection.settimeout(_ABOUT_PATIENCE_S)
             try:
                 connection.connect(_address(pid))
-                if not _is_of_same_user(connection):
+                if _user_of(connection) != os.geteuid():
                     continue
                 about = _answer_to(_ABOUT, connection)
                 age = timedelta(seconds=max(0, int(time.time() - float(about["started_at"]))))
-                command = shlex.join(map(str, about["command"]))
+                command = command_in_one_line(about["command"])
                 rows.append((str(pid), str(age), str(about["workers"]), ",".join(about["hosts"]), command))
             except (ConnectionError, ValueError, KeyError, TypeError):
                 continue  # it ends just now
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError):  # the second if so many wait for it that it takes no more
                 rows.append((str(pid), "?", "?", "?", "(does not answer: it is stopped, or very busy)"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     cells = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
@@ -176,12 +199,13 @@ def _answer_to(request: bytes, connection: socket.socket) -> Any:
 def running_jobs() -> list[int]:
     """Returns the process numbers of this user's hvdlite-runs that can be asked."""
     found: set[int] = set()
-    with contextlib.suppress(OSError), open("/proc/net/unix") as file:
+    # The names of others' sockets may be any bytes.
+    with contextlib.suppress(OSError), open("/proc/net/unix", encoding="ascii", errors="replace") as file:
         for line in file:
             # Only those that listen: the connections of those who ask have the same name.
             if match := re.search(r" 00010000 .* @hvdlite-run-([0-9]+)$", line.rstrip("\n")):
                 with contextlib.suppress(OSError):
-                    if os.stat(f"/proc/{match[1]}").st_uid in (os.geteuid(), 0):
+                    if os.stat(f"/proc/{match[1]}").st_uid == os.geteuid():
                         found.add(int(match[1]))
     return sorted(found)
 
@@ -195,6 +219,7 @@ def _address(pid: int) -> str:
     return f"\0hvdlite-run-{pid}"
 
 
-def _is_of_same_user(connection: socket.socket) -> bool:
+def _user_of(connection: socket.socket) -> int:
+    """Returns the user of the process at the other end, as the kernel says."""
     _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return uid in (os.geteuid(), 0)
+    return int(uid)

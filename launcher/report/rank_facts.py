@@ -9,8 +9,8 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 _MOST = 1000
@@ -20,13 +20,30 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 # Functions in which a program waits for other ranks, by what their files' paths end with. A program of plain
 # torch.distributed says nothing else of its waits.
 _WAITS = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", "hvdlite/comm/work.py")
+# The same, for files that also have functions of other kinds: only the innermost frame counts. In the second of them
+# DDP compares and sends parameters.
+_WAITS_INNERMOST = (
+    "torch/distributed/rendezvous.py",
+    "torch/distributed/utils.py",
+    "torch/distributed/_functional_collectives.py",
+)
+_BACKWARD = "torch/autograd/graph.py"
+
+
+# There may be more such directories than a rank knows to be libraries, as by PYTHONPATH.
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/(.*?)(?:/|\.py|$)")
+
+
+def _is_of_a_package(frame: Frame) -> bool:
+    found = _INSTALLED.search(frame.file)
+    return found is not None and found[1] not in ("torch", "hvdlite")
 
 
 class Source(enum.Enum):
     """How the stacks of a rank are known."""
 
     ANSWER = "its own answer"
-    SIGNAL = "a signal, since it did not answer"
+    SIGNAL = "a signal, since it does not answer, or not before hvd.init()"
     NONE = "not known"
 
 
@@ -79,9 +96,10 @@ class Process:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One rank. ``rank`` is None before it has one. ``processes``: its own, with the descendants.
-
-    ``can_answer``: its program has called hvd.init(). ``has_come`` is False if its agent sent nothing in time.
+    """One rank. ``rank`` is None before it has one. ``processes``: its own, with the descendants. ``addresses`` are its
+    own on connections to ranks on other hosts, and ``silent_s`` says for how many seconds nothing has come from
+    other addresses. ``can_answer``: its program has called hvd.init(). ``has_come`` is False if its agent sent
+    nothing in time.
     """
 
     worker: int
@@ -93,6 +111,8 @@ class RankFacts:
     waits: tuple[Wait, ...] = ()
     optimizers: tuple[Optimizer, ...] = ()
     libraries: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
+    silent_s: Mapping[str, float] = field(default_factory=dict)
     source: Source = Source.NONE
     can_answer: bool = False
     has_come: bool = True
@@ -114,23 +134,42 @@ class RankFacts:
         return next((each.frames for each in self.threads if each.is_main), ())
 
     def place(self) -> Frame | None:
-        """Returns the innermost frame of the user's own program in the main thread; None if there is none."""
-        return next((frame for frame in reversed(self.main) if self.is_users(frame)), None)
+        """Returns the innermost frame of the user's own program in the main thread; None if there is none.
+
+        Of an installed program, it is the innermost frame of any installed package but hvdlite and torch.
+        """
+        for is_program in (self.is_users, _is_of_a_package):
+            for frame in reversed(self.main):
+                if is_program(frame):
+                    return frame
+        return None
 
     def is_users(self, frame: Frame) -> bool:
-        return not frame.file.startswith((*self.libraries, "<frozen"))
+        return not frame.file.startswith((*self.libraries, "<frozen")) and not _INSTALLED.search(frame.file)
 
     def is_waiting(self) -> bool:
-        """Whether the program waits for other ranks."""
+        """Whether the program waits for other ranks.
+
+        DDP waits at the end of a backward pass, where its stack is that of a rank that computes. So a backward pass in
+        which the process sleeps is taken for a wait, unless gradients are averaged by hvdlite, which tells its waits.
+        """
         if self.waits:
             return True
-        inner = self.main[-6:]
-        return any(frame.file.endswith(_WAITS) for frame in inner)
+        inner, innermost = self.main[-6:], self.main[-1:]
+        if any(frame.file.endswith(_WAITS) for frame in inner):
+            return True
+        if any(frame.file.endswith(_BACKWARD) for frame in innermost):
+            return self.state == "sleeping" and not self.optimizers
+        return any(frame.file.endswith(_WAITS_INNERMOST) for frame in innermost)
+
+    @property
+    def is_mute(self) -> bool:
+        """Whether it did not answer, though its program has called hvd.init()."""
+        return self.can_answer and self.source is not Source.ANSWER
 
     def can_run(self) -> bool:
         """Whether the process can run its program: its host answers, and it is not stopped, ended, or mute."""
-        is_mute = self.can_answer and self.source is not Source.ANSWER
-        return self.has_come and self.state not in ("stopped", "tracing-stop", "zombie") and not is_mute
+        return self.has_come and self.state not in ("stopped", "tracing-stop", "zombie") and not self.is_mute
 
     def data(self) -> dict[str, Any]:
         """Returns it for JSON."""
@@ -175,6 +214,8 @@ def read_facts(text: str, *, worker: int, rank: int | None, host: str, pid: int)
         waits=tuple(filter(None, map(_wait, _items(answer.get("waits"))))),
         optimizers=tuple(filter(None, map(_optimizer, _items(answer.get("optimizers"))))),
         libraries=tuple(each for each in _items(libraries) if isinstance(each, str) and each),
+        addresses=tuple(_text(each) for each in _items(answer.get("addresses"))),
+        silent_s=_seconds(answer.get("silent_s")),
         source=source,
         can_answer=facts.get("can_answer") is True,
         load=float(load) if isinstance(load, int | float) else None,
@@ -210,6 +251,12 @@ def _wait(given: Any) -> Wait | None:
     if not (isinstance(given, list) and len(given) == 2 and isinstance(given[1], int | float)):
         return None
     return Wait(_text(given[0]), float(given[1]))
+
+
+def _seconds(given: Any) -> dict[str, float]:
+    if not isinstance(given, dict):
+        return {}
+    return {_text(key): float(value) for key, value in given.items() if isinstance(value, int | float)}
 
 
 def _optimizer(given: Any) -> Optimizer | None:

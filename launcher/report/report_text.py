@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from .causes import Cause, find_cause, first_difference
+from .causes import Cause, find_cause, first_difference, where
 from .rank_facts import Frame, RankFacts, Source, sorted_by_rank
 
 STANDS_STILL_AFTER_S = 10.0
@@ -58,6 +58,8 @@ class Report:
                 "ranks": [each.rank for each in cause.ranks],
                 "what": [cause.what(each) for each in cause.ranks] or [cause.what(facts[0])] if facts else [],
                 "waiting": [each.worker for each in cause.waiting],
+                "cut": [list(pair) for pair in cause.cut],
+                "ways": [[each.worker for each in way] for way in cause.ways],
             },
             "ranks": [each.data() for each in facts],
         }
@@ -78,6 +80,9 @@ def verdict(facts: Sequence[RankFacts]) -> Verdict:
         return Verdict.STANDS_STILL
     # Until a rank has called hvd.init(), nothing is known of what it waits for.
     if not any(each.source is Source.ANSWER for each in facts):
+        return Verdict.NOT_KNOWN
+    # Nor is it known for how long ranks wait in torch.distributed's own functions and in DDP.
+    if any(each.is_waiting() for each in facts) and not any(each.waits or each.optimizers for each in facts):
         return Verdict.NOT_KNOWN
     return Verdict.GOES_ON
 
@@ -105,25 +110,48 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _cause_lines(cause: Cause) -> list[str]:
-    if not cause.ranks:
-        return [f"  cause: not certain; {cause.what(_NOBODY)}"]
+    if cause.cut:
+        lines = [f"  cause: {cause.what(_NOBODY)}"]
+    elif not cause.ranks:
+        return [f"  cause: not certain; {cause.what(_NOBODY)}", *_ways_lines(cause)]
+    else:
+        lines = _ranks_lines(cause)
+    if cause.waiting:
+        longest = max(
+            (wait for each in cause.waiting for wait in each.waits), key=lambda each: each.waited_s, default=None
+        )
+        verb = "waits" if len(cause.waiting) == 1 else "wait"
+        place = cause.waiting[0].place()
+        if longest is not None:
+            waited = f", for {longest.waited_s:.0f} s, in {longest.what}"
+        else:
+            waited = "" if place is None else f", at {place}"
+        lines.append(f"  {name_all(cause.waiting)} {verb} for others{waited}")
+        if cause.ranks:
+            lines += _difference_lines(cause.ranks[0], cause.waiting[0])
+    return lines
+
+
+def _ways_lines(cause: Cause) -> list[str]:
+    """What each group of ranks waits for, where none of the groups is the exception."""
+    lines = [f"    {name_all(way)}, each of which {where(way[0])}" for way in cause.ways[:_MOST_NAMED]]
+    if len(cause.ways) > _MOST_NAMED:
+        lines.append(f"    and {name_all([each for way in cause.ways[_MOST_NAMED:] for each in way])} elsewhere")
+    return lines + (_difference_lines(cause.ways[0][0], cause.ways[1][0]) if cause.ways else [])
+
+
+def _difference_lines(one: RankFacts, other: RankFacts) -> list[str]:
+    differ = first_difference(one, other)
+    return [] if differ is None else [f"  first difference: {one.name} at {differ[0]}, {other.name} at {differ[1]}"]
+
+
+def _ranks_lines(cause: Cause) -> list[str]:
     lines = [
         f"  cause: {each.name} (worker {each.worker} on {each.host}, pid {each.pid}) {cause.what(each)}"
         for each in cause.ranks[:_MOST_NAMED]
     ]
     if len(cause.ranks) > _MOST_NAMED:
         lines.append(f"  and {len(cause.ranks) - _MOST_NAMED} more: {name_all(cause.ranks[_MOST_NAMED:])}")
-    if cause.waiting:
-        longest = max(
-            (wait for each in cause.waiting for wait in each.waits), key=lambda each: each.waited_s, default=None
-        )
-        verb = "waits" if len(cause.waiting) == 1 else "wait"
-        waited = "" if longest is None else f", for {longest.waited_s:.0f} s, in {longest.what}"
-        lines.append(f"  {name_all(cause.waiting)} {verb} for others{waited}")
-        if (differ := first_difference(cause.ranks[0], cause.waiting[0])) is not None:
-            lines.append(
-                f"  first difference: {cause.ranks[0].name} at {differ[0]}, {cause.waiting[0].name} at {differ[1]}"
-            )
     return lines
 
 
@@ -138,7 +166,7 @@ def _stacks(facts: Sequence[RankFacts], cause: Cause) -> list[str]:
     lines: list[str] = []
     for those in list(groups.values())[:_MOST_STACKS]:
         frames = those[0].main
-        how = " (written on a signal, since it did not answer)" if those[0].source is Source.SIGNAL else ""
+        how = " (written on a signal, since it did not answer)" if those[0].is_mute else ""
         lines += [f"  main thread of {name_all(those)}{how}:", *_frame_lines(frames, those[0])]
         if those[0] in cause.ranks[:1]:
             for thread in those[0].threads:

@@ -7,12 +7,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from ..wire.messages import ReportAsked, Reported, Stalled
+from ..system.safe_files import create
+from ..system.whole_files import why_not_written
+from ..wire.messages import ReportAsked, Reported, Stalled, Unresponsive
 from .rank_facts import RankFacts, read_facts
 from .report_text import Report
 
@@ -55,6 +58,7 @@ class Reports:
         self._say = say
         self._clock = clock
         self._directory = directory
+        self._has_failed = False
         self._number = 0
         self._began_at: float | None = None
         self._why = ""
@@ -70,15 +74,24 @@ class Reports:
             self._begin("asked for by SIGQUIT", is_shown=True)
         else:
             self._askers.append(asked.answer)
-            self._begin("asked for by hvdlite-run --report", is_shown=False)
+            self._begin("asked for by hvdlite-run --report or --diagnose", is_shown=False)
 
     def on_stalled(self, stalled: Stalled) -> None:
         """Takes a report since a worker has waited for long, unless there was one lately."""
         if self._last_at is None or self._clock() - self._last_at >= _PAUSE_S:
             self._last_at = self._clock()
-            rank = self._worker(stalled.worker).rank
-            name = f"worker {stalled.worker}" if rank is None else f"rank {rank}"
-            self._begin(f"since {name} has waited {stalled.waited_s:.0f} s for others", is_shown=True)
+            self._begin(
+                f"since {self._name(stalled.worker)} has waited {stalled.waited_s:.0f} s for others", is_shown=True
+            )
+
+    def on_unresponsive(self, unresponsive: Unresponsive) -> None:
+        """Takes a report before a worker is ended that does not respond."""
+        name = self._name(unresponsive.worker)
+        self._begin(f"since {name} has not responded for {unresponsive.silent_s:.0f} s", is_shown=True)
+
+    def on_late_start(self, waited_s: float) -> None:
+        """Takes a report since some ranks have waited so long in hvd.init() for others, which will end the job."""
+        self._begin(f"since ranks have waited {waited_s:.0f} s in hvd.init() for others", is_shown=True)
 
     def on_reported(self, reported: Reported) -> None:
         """Takes what an agent has found out about a worker."""
@@ -106,6 +119,10 @@ class Reports:
                 known = self._worker(worker)
                 self._facts[worker] = RankFacts(worker, known.rank, known.host, known.pid, has_come=False)
             self._finish()
+
+    def _name(self, worker: int) -> str:
+        rank = self._worker(worker).rank
+        return f"worker {worker}" if rank is None else f"rank {rank}"
 
     def _begin(self, why: str, *, is_shown: bool) -> None:
         self._is_shown = self._is_shown or is_shown
@@ -141,11 +158,25 @@ class Reports:
         if self._directory is None:
             return
         try:
-            os.makedirs(self._directory, exist_ok=True)
             for suffix, content in (("txt", text), ("json", json.dumps(data, indent=1))):
-                with open(os.path.join(self._directory, f"report-{self._number}.{suffix}"), "w") as file:
-                    file.write(content + "\n")
+                path = os.path.join(self._directory, f"report-{self._number}.{suffix}")
+                _write_file(path, content + "\n")
+            self._has_failed = False
         except OSError as error:
-            # Told once: the job goes on.
-            self._say(f"--report-dir {self._directory}: reports are not written: {error.strerror}")
-            self._directory = None
+            # Told once: the job goes on, and the next report is tried again.
+            if not self._has_failed:
+                why = why_not_written(error)
+                self._say(f"--report-dir {self._directory}: reports are not written: {why}. The job goes on")
+            self._has_failed = True
+
+
+def _write_file(path: str, text: str) -> None:
+    fd = create(path)
+    try:
+        # The user's locale may lack the letters of a program's names.
+        with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise

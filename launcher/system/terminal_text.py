@@ -9,7 +9,9 @@ and pipes get every byte unchanged.
 from __future__ import annotations
 
 import re
+import shlex
 import sys
+from collections.abc import Iterable
 from typing import TextIO
 
 _LONGEST = 4096
@@ -83,3 +85,10 @@ def say(text: str, stream: TextIO | None = None) -> None:
         stream, text = sys.stderr, f"hvdlite-run: {text}\n"
     stream.write(visible(text) if stream.isatty() else text)
     stream.flush()
+
+
+def command_in_one_line(words: Iterable[object]) -> str:
+    """Returns a command as it is typed in a shell, with line ends and control characters visible, as of `python -c`."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in shlex.join(map(str, words))
+    )

@@ -34,6 +34,7 @@ from .messages import (
     Newcomers,
     Output,
     OutputTaken,
+    PeakMemory,
     Progressed,
     Refused,
     Reported,
@@ -159,6 +160,7 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
             "peak_memory": _number(0, 1 << 60),
         },
     ),
+    PeakMemory: (32, {"worker": _worker, "size": _number(0, 1 << 60)}),
     Refused: (5, {"why": _str, "exit_code": _number(1, 255)}),
     InputWanted: (6, {"worker": _worker}),
     Hello: (
@@ -201,6 +203,7 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
             "peers": _each(_address),
             "in_python": _bool,
             "as_horovod": _bool,
+            "forks": _bool,
             "slots": _number(1, _MOST_WORKERS),
             "workers": _environments,
         },

@@ -7,8 +7,9 @@
 
 To end a job the launcher sends `SignalWorkers`, and at last closes the agent's stdin: the agent then kills what is
 left. The messages about the rendezvous store are in `store_messages`, and `agent_frames` encodes both as bytes.
-`Answered`, `Lost`, `AgentSaid`, `HostsFound`, `DiscoveryFailed`, `FaultAsked`, `Interrupted`, `InputRead`,
-`ReportAsked`, `UserSignal`, `ScreenFailed` and `ScreenDone` are created in the launcher and never sent.
+`Answered`, `Lost`, `AgentSaid`, `HostsFound`, `DiscoveryFailed`, `Unresponsive`, `FaultAsked`, `StepDiscarded`,
+`LostInCommit`, `Interrupted`, `InputRead`, `ReportAsked`, `UserSignal`, `ScreenFailed` and `ScreenDone` are created in
+the launcher and never sent.
 
 ``worker`` is a worker's number, which identifies it during the whole job. Its rank is in its `Slot` (see `slots`).
 """
@@ -139,7 +140,7 @@ class Exited:
     ``returncode`` is -n for signal n. ``peer_lost``: the worker reported that it ended only because another rank ended.
     ``left``: the worker reported that it was leaving the other ranks on its own account, before they could notice.
     ``peer_left``: the worker reported that the rank it lost was doing that. ``peak_memory``: the most bytes of memory
-    that its process, or a child it has waited for, had at a time; 0 if that is not known.
+    that its process, or a child it has waited for, had at a time; 0 if that is not known, or follows in `PeakMemory`.
     """
 
     worker: int
@@ -148,6 +149,14 @@ class Exited:
     left: bool = False
     peer_left: bool = False
     peak_memory: int = 0
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """What an earlier `Exited` of this worker did not say yet. ``size`` is in bytes, as its ``peak_memory``."""
+
+    worker: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -234,6 +243,14 @@ class DiscoveryFailed:
 
 
 @dataclass(frozen=True)
+class Unresponsive:
+    """A worker of an elastic job has not responded for so long, others wait for it, and so it will soon be ended."""
+
+    worker: int
+    silent_s: float
+
+
+@dataclass(frozen=True)
 class FaultAsked:
     """A worker asks, through the store, whether it may have the fault ``index`` of its HVDLITE_CHAOS now.
 
@@ -244,6 +261,23 @@ class FaultAsked:
     number: int
     index: int
     step: int
+
+
+@dataclass(frozen=True)
+class StepDiscarded:
+    """The ranks of a generation have said, through the store, that they have discarded a step after a loss."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class LostInCommit:
+    """A rank of a generation has said, through the store, that it was in a commit when another was lost."""
+
+    generation: int
+
+
+FaultSaid = FaultAsked | StepDiscarded | LostInCommit
 
 
 @dataclass(frozen=True)
@@ -315,11 +349,21 @@ OfWorker = (
     | Reported
     | Progressed
     | Exited
+    | PeakMemory
 )
 WorkerEvent = OfWorker | Refused
 HostEvent = Answered | NotThereYet | HostsFound | DiscoveryFailed
 LauncherEvent = (
-    HostEvent | AgentSaid | Lost | FaultAsked | ReportAsked | WatchAsked | UserSignal | Interrupted | InputRead
+    HostEvent
+    | Unresponsive
+    | AgentSaid
+    | Lost
+    | FaultSaid
+    | ReportAsked
+    | WatchAsked
+    | UserSignal
+    | Interrupted
+    | InputRead
 )
 Event = WorkerEvent | LauncherEvent | ScreenFailed | ScreenDone
 
@@ -348,8 +392,9 @@ class StartJob:
     All workers run the same ``command`` in the same ``environment``; ``workers`` has the additional variables of each,
     by its number. ``inherits``: workers also get the agent's own variables that are not in ``environment``.
     ``in_python``: ``command`` holds arguments for the agent's own Python interpreter. ``as_horovod``: ``import
-    horovod`` finds hvdlite. ``slots`` is how many workers share the host's cores. ``peers`` are the addresses of the
-    job's other hosts; none if it has no others and will have none.
+    horovod`` finds hvdlite. ``forks``: workers that are started later may be copies of a process that has imported
+    torch (see `forked_workers`). ``slots`` is how many workers share the host's cores. ``peers`` are the addresses of
+    the job's other hosts; none if it has no others and will have none.
     """
 
     token: str
@@ -360,6 +405,7 @@ class StartJob:
     peers: tuple[str, ...]
     in_python: bool
     as_horovod: bool
+    forks: bool
     slots: int
     workers: Mapping[int, Mapping[str, str]]
 

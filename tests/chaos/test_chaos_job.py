@@ -7,7 +7,7 @@ import signal
 from queue import Empty
 
 import pytest
-from hvdlite_launcher.job.chaos_job import ChaosFaults, ChaosJob, fault_asked
+from hvdlite_launcher.job.chaos_job import ChaosFaults, ChaosJob, said_of_faults
 from hvdlite_launcher.job.elastic_hosts import ElasticHosts
 from hvdlite_launcher.job.elastic_job import ElasticJob
 from hvdlite_launcher.job.ending import Ending
@@ -27,7 +27,9 @@ from hvdlite_launcher.wire.messages import (
     InitDone,
     InitStarted,
     Lost,
+    LostInCommit,
     Newcomers,
+    StepDiscarded,
 )
 
 TIME_PASSES = object()
@@ -203,6 +205,14 @@ def test_what_was_lost_follows_from_what_the_others_say_of_newcomers(newcomers, 
     assert [each.lost for each in played.report.records] == [lost]
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_step_that_the_others_say_they_have_discarded_is_reported_as_that(is_early):
+    entered, done = again(0, 2, after=1)[:3], again(0, 2, after=1)[3:]
+    said = [StepDiscarded(2), *done] if is_early else [*done, StepDiscarded(2)]
+    played = Played([KILL_1], *begins(a=3), FaultAsked(1, 0, 0, 7), killed(1), *entered, *said, StepDiscarded(9))
+    assert [each.lost for each in played.report.records] == ["the step: discarded on all ranks"]
+
+
 def test_one_that_was_not_within_the_step_takes_all_back_to_the_commit():
     played = Played(
         [KILL_1],
@@ -215,6 +225,16 @@ def test_one_that_was_not_within_the_step_takes_all_back_to_the_commit():
         InitDone(2, 2),
     )
     assert [each.lost for each in played.report.records] == ["back to the last commit"]
+
+
+@pytest.mark.parametrize(
+    ("generation", "lost"),
+    [(1, "nothing: back to the commit in which it was lost"), (2, "back to the last commit")],
+)
+def test_going_back_to_a_commit_in_which_a_rank_was_lost_loses_nothing(generation, lost):
+    back = again(0, 2, after=1, newcomers=Newcomers.WELCOME)
+    played = Played([KILL_1], *begins(a=3), FaultAsked(1, 0, 0, 7), killed(1), LostInCommit(generation), *back)
+    assert [each.lost for each in played.report.records] == [lost]
 
 
 def test_a_step_that_needs_new_workers_is_begun_again():
@@ -282,6 +302,17 @@ def test_a_host_goes_by_its_agent_and_its_workers_with_it(kind):
     assert record.lost == "nothing: finished within the step"
 
 
+@pytest.mark.parametrize(("left", "end"), [((0, 1), "lost with b"), ((2, 3), "none: the others were given up")])
+def test_a_host_or_the_others_go_by_a_cut_link(left, end):
+    lost = Lost("b" if 0 in left else "a", "the network is cut")
+    played = Played(
+        ["link@vote:worker=2:step=7"], *begins(a=2, b=2), FaultAsked(2, 0, 0, 7), lost, *again(*left, after=1)
+    )
+    assert (played.agents_killed, played.signals) == ([], [])
+    (record,) = played.report.records
+    assert (record.end, record.lost) == (end, "nothing: finished within the step")
+
+
 def test_a_fault_that_never_came_is_said_so_with_the_reason():
     played = Played([KILL_1, "kill@vote:worker=9:step=1"], *begins(a=2))
     assert played.report.never == [
@@ -300,6 +331,13 @@ def test_what_nobody_was_given_is_not_answered(asked):
 
 @pytest.mark.parametrize("value", [b"", b"1 2", b"1 2 x", b"1 2 3 4", b"1 2 -3", b"1 2 9999999999"])
 def test_a_question_that_is_none_is_ignored(value):
-    assert fault_asked(b"chaos/ask/1", value) is None
-    assert fault_asked(b"chaos/ask/1", b"1 2 3") == FaultAsked(1, 1, 2, 3)
-    assert fault_asked(b"chaos/ask/x", b"1 2 3") is None
+    assert said_of_faults(b"chaos/ask/1", value) is None
+    assert said_of_faults(b"chaos/ask/1", b"1 2 3") == FaultAsked(1, 1, 2, 3)
+    assert said_of_faults(b"chaos/ask/x", b"1 2 3") is None
+
+
+@pytest.mark.parametrize("value", [b"", b"x", b"-1", b"9999999999"])
+def test_a_discarded_step_is_said_with_the_number_of_a_generation(value):
+    assert said_of_faults(b"chaos/discarded", value) is None
+    assert said_of_faults(b"chaos/discarded", b"7") == StepDiscarded(7)
+    assert said_of_faults(b"chaos/in_commit", b"7") == LostInCommit(7)

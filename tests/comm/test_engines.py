@@ -18,6 +18,7 @@ from hvdlite.comm.group import Group
 from hvdlite.comm.hierarchy_selection import HierarchicalEngineFactory
 from hvdlite.comm.host_groups import host_groups_of
 from hvdlite.comm.reduce_op import Max, Min, Product, ReduceOp, Sum
+from hvdlite.errors import PeerLostError
 from hvdlite.signing import Signer
 
 KINDS = [*ENGINES, "two levels"]
@@ -94,6 +95,58 @@ def test_a_reduce_scatter_is_what_one_process_computes_whatever_the_parts_the_op
     run_kind(kind, size, rank)
 
 
+@pytest.mark.parametrize(("kind", "size"), [(kind, size) for kind in KINDS for size in sizes_of(kind)])
+def test_an_all_reduce_is_what_one_process_computes_whatever_the_size_the_op_and_the_dtype(
+    kind: str, size: int
+) -> None:
+    def tensor_of(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return ((torch.arange(numel) + rank) % 3 + 1).to(dtype)
+
+    def rank(group: Group) -> None:
+        begun = []
+        # Two ranks exchange small tensors over gloo, and add them up themselves.
+        for numel in (4, 13, 100_003):
+            for dtype in DTYPES if numel < 1000 else DTYPES[:1]:
+                for op, combine in COMBINED.items():
+                    tensor = tensor_of(group.rank, numel, dtype)
+                    stacked = torch.stack([tensor_of(other, numel, dtype) for other in range(size)])
+                    begun.append((group.all_reduce(tensor, "an all-reduce", op), tensor, combine(stacked).to(dtype)))
+        for work, tensor, expected in begun:
+            work.wait()
+            assert torch.equal(tensor, expected)
+
+    run_kind(kind, size, rank)
+
+
+@pytest.mark.parametrize("numel", [10, 100_000])
+def test_an_all_reduce_is_no_change_that_autograd_counts_and_takes_tensors_of_inference_mode(numel: int) -> None:
+    def rank(group: Group) -> None:
+        parameter = torch.ones(numel, requires_grad=True)
+        before = parameter._version
+        group.all_reduce(parameter, "an all-reduce").wait()
+        assert parameter.tolist() == [2.0] * numel
+        assert parameter._version == before
+        # On one rank alone: both must take the same way all the same.
+        with torch.inference_mode(group.rank == 0):
+            other = torch.ones(numel)
+        group.all_reduce(other, "an all-reduce").wait()
+        assert other.tolist() == [2.0] * numel
+
+    run_ranks(2, rank, engine="gloo")
+
+
+def test_two_ranks_swap_bytes_into_memory_that_they_keep() -> None:
+    def rank(group: Group) -> None:
+        own, other = (torch.full((1000,), value, dtype=torch.uint8) for value in (group.rank + 1, 0))
+        for _ in range(2):
+            other.zero_()
+            group.begin_swap(own, "a swap", other).wait()
+            assert other.tolist() == [2 - group.rank] * 1000
+            assert own.tolist() == [group.rank + 1] * 1000
+
+    run_ranks(2, rank, engine="gloo")
+
+
 @pytest.mark.parametrize("kind", list(ENGINES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_floats_are_added_up_in_rank_order_and_rounded_once(kind: str, dtype: torch.dtype) -> None:
@@ -146,7 +199,7 @@ def test_a_revoked_group_ends_every_wait_with_the_first_reason_given(kind: str, 
         said: list[str] = []
 
         def wait(number: int) -> None:
-            with pytest.raises(RevokedError) as caught:
+            with pytest.raises(PeerLostError) as caught:
                 works[number % 2].wait()
             said.append(str(caught.value))
 
@@ -160,7 +213,7 @@ def test_a_revoked_group_ends_every_wait_with_the_first_reason_given(kind: str, 
             waiting.join(60)
             # Operations in progress have ended, and new ones are refused.
             wait(0)
-            with pytest.raises(RevokedError) as caught:
+            with pytest.raises(PeerLostError) as caught:
                 begin(group).wait()
             said.append(str(caught.value))
         finally:
@@ -185,7 +238,7 @@ def test_the_other_ranks_of_shared_memory_end_with_the_same_reason() -> None:
             begin(group).wait()
 
     for outcome in attempt_ranks(3, rank, engine="shared memory"):
-        assert isinstance(outcome, RevokedError)
+        assert isinstance(outcome, PeerLostError)
         assert "the host list has changed: ää" in str(outcome)
 
 

@@ -73,7 +73,7 @@ def test_an_all_reduce_of_two_levels_is_a_flat_one(monkeypatch, nodes):
         for (tensor, expected, work), end in zip(begun, ends, strict=True):
             work.wait()
             assert torch.equal(tensor, expected)
-            assert end.wait(10)
+            assert end.wait(60)
             assert work.is_completed()
         engine_factory.close(engine)
 
@@ -271,6 +271,7 @@ def test_where_there_are_no_levels_one_line_says_so_to_who_wanted_them(caplog, w
 
 def test_a_closed_engine_leaves_no_thread_that_would_outlive_its_parts(monkeypatch):
     monkeypatch.setattr(hierarchy, "LEAST_BYTES", 16)
+    monkeypatch.setattr(hierarchy, "_CLOSING_S", 60.0)
 
     def rank(group: Group) -> None:
         engine = hierarchical(group, "aabb").open()

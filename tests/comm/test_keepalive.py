@@ -59,9 +59,13 @@ def test_a_connection_over_which_nothing_comes_is_silent(pair):
     silences = until_silent(group)
     assert silences.keys() == {address}
     assert 2 <= silences[address] < 60
-    other.sendall(b"data")
-    assert one.recv(4) == b"data"
-    assert group.silences() == {}
+    give_up_at_s = time.monotonic() + 60
+    while True:  # after a pause of this process it is silent again
+        other.sendall(b"data")
+        assert one.recv(4) == b"data"
+        if not group.silences():
+            break
+        assert time.monotonic() < give_up_at_s
 
 
 def test_connections_that_are_closed_or_a_parent_s_have_no_silence(pair):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hvdlite.comm import step_clock
 from hvdlite.comm.step_clock import Phase, StepClock
 
 
@@ -138,6 +139,22 @@ def test_a_step_that_a_cuda_graph_captures_is_left_out(clock, timer):
     take_step(clock, timer)
     take_step(clock, timer)
     assert seconds(clock.readings[-1]) == {"LOAD": 1, "BACKWARD": 10, "OPTIMIZER": 100, "WAIT": 1000}
+
+
+def test_a_step_of_very_many_waits_takes_bounded_memory_and_only_the_steps_around_it_are_measured(
+    clock, timer, monkeypatch
+):
+    monkeypatch.setattr(step_clock, "_MOST_MARKS", 100)
+    take_step(clock, timer)
+    take_step(clock, timer)
+    for _ in range(1000):
+        with clock.waiting():
+            timer.work(1)
+        assert len(clock._marks) <= 100
+    for _ in range(3):
+        take_step(clock, timer)
+    assert [seconds(each)["BACKWARD"] for each in clock.readings] == [0, 10, 10, 20, 30]
+    assert seconds(clock.readings[-1])["WAIT"] == 3000
 
 
 def test_readings_become_rarer_until_they_are_an_interval_apart(clock, timer):

@@ -5,54 +5,66 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from gradient_kinds import KINDS, samples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hvdlite.compression.codecs import Codec, Int4, Int8, add_decoded, encode_all, wire_bytes
+from hvdlite.compression.codecs import Codec, Int4, Int8, wire_bytes
 
 CODECS = {"int8": (Int8(), 127.0), "int4": (Int4(), 7.0)}
-KINDS = ["ordinary", "zeros", "huge", "denormal", "tiny", "mixed", "one large", "ties"]
 
 both = pytest.mark.parametrize("name", CODECS)
 
 
-def samples(kind: str, numel: int, seed: int) -> torch.Tensor:
-    random = np.random.default_rng(seed)
-    ordinary = random.standard_normal(numel)
-    values = {
-        "ordinary": ordinary,
-        "zeros": np.zeros(numel),
-        "huge": ordinary * 1e38,
-        "denormal": ordinary * 1e-40,
-        "tiny": ordinary * 1e-29,
-        "mixed": ordinary * 10.0 ** random.integers(-20, 20, numel),
-        "one large": np.where(np.arange(numel) == numel // 2, 1e6, ordinary * 1e-3),
-        "ties": random.integers(-254, 255, numel) / 2.0,
-    }[kind]
-    return torch.from_numpy(np.clip(values, -3e38, 3e38).astype(np.float32))
-
-
 def formula(values: torch.Tensor, most: float, block: int = 256) -> np.ndarray:
-    """Rounds each block to multiples of its largest number / ``most``."""
+    """Rounds each block to multiples of its largest number, 1e-30 at least, / ``most``."""
     padded = np.zeros(-(-len(values) // block) * block, np.float32)
     padded[: len(values)] = values.numpy()
     blocks = padded.reshape(-1, block)
-    largest = np.abs(blocks).max(1, keepdims=True)
-    scales = np.where(largest < 1e-30, 0, largest / np.float32(most)).astype(np.float32)
-    with np.errstate(divide="ignore"):
-        inverse = np.where(scales == 0, 0, np.float32(1) / scales).astype(np.float32)
+    scales = np.maximum(np.abs(blocks).max(1, keepdims=True), np.float32(1e-30)) / np.float32(most)
+    inverse = np.float32(1) / scales
     return (np.rint(blocks * inverse) * scales).reshape(-1)[: len(values)]
+
+
+class ScalesFirst(Codec):
+    """Bytes with a scale for each block; all scales first, and before them a header."""
+
+    block = 64
+
+    def nbytes(self, numel: int) -> int:
+        return 4 + numel + 4 * (numel // self.block)
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        blocks = values.view(-1, self.block)
+        scales = blocks.abs().amax(1, keepdim=True).clamp(min=1e-20).div(127)
+        behind = 4 + 4 * len(blocks)
+        out[:4].fill_(7)
+        out[4:behind].view(torch.float32).copy_(scales.view(-1))
+        out[behind:].view(torch.int8).copy_((blocks / scales).round().view(-1))
+
+    def decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
+        behind = 4 + 4 * (len(out) // self.block)
+        scales = wire[4:behind].view(torch.float32).view(-1, 1)
+        torch.mul(wire[behind:].view(torch.int8).view(-1, self.block), scales, out=out.view(-1, self.block))
+
+
+@pytest.fixture
+def threads():
+    """Restores the number of PyTorch's threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def sent(codec: Codec, values: torch.Tensor, residual: torch.Tensor | None = None, factor: float = 1.0):
     wire = torch.empty(wire_bytes(codec, values.numel()), dtype=torch.uint8)
-    encode_all(codec, values, wire, residual, factor)
+    codec.encode_all(values, wire, residual, factor)
     return wire
 
 
 def received(codec: Codec, *wires: torch.Tensor, like: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
     out = torch.empty_like(like)
-    add_decoded(codec, wires, out, factor)
+    codec.add_decoded(wires, out, factor)
     return out
 
 
@@ -102,8 +114,21 @@ def test_numbers_that_are_not_finite_arrive_as_such_and_leave_no_trace_in_the_re
     before = residual.clone()
     got = received(codec, sent(codec, values, residual), like=values)
     assert not got[256:512].isfinite().any()
-    assert got[:256].isfinite().all()
-    assert torch.equal(residual, before)
+    assert torch.equal(residual[256:512], before[256:512])
+    for others in (slice(0, 256), slice(512, 1000)):
+        assert torch.equal(got[others].double() + residual[others], (values + before)[others].double())
+
+
+@both
+@pytest.mark.parametrize("size", [3e38, 3.4e38, torch.finfo(torch.float32).max])
+def test_the_largest_of_all_floats_leave_no_infinity_in_the_residual(name, size):
+    codec, most = CODECS[name]
+    values, residual = torch.full((40_000,), size), torch.zeros(40_000)
+    got = received(codec, sent(codec, values, residual), like=values)
+    assert residual.isfinite().all()
+    with np.errstate(over="ignore"):
+        assert got.isfinite().all() == np.isfinite(formula(values, most)).all()
+    assert got.isfinite().all() or not got.isfinite().any()
 
 
 @both
@@ -111,3 +136,15 @@ def test_a_wire_is_a_quarter_or_an_eighth_and_the_scales(name):
     codec, _ = CODECS[name]
     assert wire_bytes(codec, 1_000_000) == {"int8": 1_000_192 + 15_628, "int4": 500_096 + 15_628}[name]
     assert wire_bytes(codec, 0) == 0
+
+
+@pytest.mark.parametrize("numel", [0, 100, 64 * 1024, 100_000])
+def test_a_wire_of_ones_own_codec_is_read_alike_with_any_number_of_threads(numel, threads):
+    codec, values = ScalesFirst(), samples("ordinary", numel, 0)
+    torch.set_num_threads(1)
+    wire = sent(codec, values)
+    alone = received(codec, wire, like=values)
+    torch.set_num_threads(2)
+    assert torch.equal(received(codec, wire, like=values), alone)
+    assert torch.equal(sent(codec, values), wire)
+    assert torch.allclose(alone, values, atol=0.02)

@@ -9,13 +9,22 @@ import sys
 
 import pytest
 import torch
+from cuda_on_cpu import CpuProgram
 from models import Plain, batches, build, part_loss
+from ptx import ptx_of
 from ranks import run_ranks, set_of
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
 from hvdlite.compression import casts, kernels
-from hvdlite.compression.kernels import divide, divide_by, gives_what_torch_gives, scale_by, scale_cast
+from hvdlite.compression.kernels import (
+    ScalingKernels,
+    divide,
+    divide_by,
+    gives_what_torch_gives,
+    scale_by,
+    scale_cast,
+)
 from hvdlite.optim import builtin_exchanges
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -54,18 +63,41 @@ def test_the_trial_of_a_kernel_passes_pytorch_and_finds_what_rounds_or_flushes_o
 
 
 def test_the_kernels_compile_where_cupy_is_installed_and_flush_no_tiny_number_to_zero():
-    nvrtc = pytest.importorskip("cupy").cuda.nvrtc
     for source, out in itertools.product(DTYPES, DTYPES):
-        program = nvrtc.createProgram(kernels.source_of(source, out), "kernels.cu", (), ())
-        # With the options that cupy uses; this needs no GPU.
-        nvrtc.compileProgram(program, ("--gpu-architecture=compute_75", "-ftz=true"))
-        ptx = nvrtc.getPTX(program)
-        ptx = ptx.decode() if isinstance(ptx, bytes) else ptx
-        nvrtc.destroyProgram(program)
+        ptx = ptx_of(kernels.source_of(source, out))
         assert re.search(r"mul\.rn\.f(32|64)", ptx)
         assert not re.search(r"(mul|cvt|fma|add)\S*\.ftz", ptx)
         # Sixteen bytes of the wider dtype at a time.
         assert re.search(r"[ls][dt]\.global\.v(2\.f64|4\.f32|4\.u32)", ptx)
+
+
+@pytest.mark.parametrize(
+    ("source", "out"),
+    [
+        (torch.float32, torch.float16),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float64),
+        (torch.float64, torch.float16),
+        (torch.float64, torch.float32),
+    ],
+)
+def test_the_kernels_give_pytorchs_bits_where_their_source_runs_on_a_cpu(source, out):
+    found = ScalingKernels(CpuProgram(kernels.source_of(source, out)), source, out)
+    assert gives_what_torch_gives(found.scale_cast, torch.device("cpu"), source, out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernels_scale_and_divide_as_pytorch_does_where_their_source_runs_on_a_cpu(dtype):
+    found = ScalingKernels(CpuProgram(kernels.source_of(dtype, dtype)), dtype, dtype)
+    for numel, start, number in itertools.product((0, 1, 100, 4099), (0, 1), (1.0, 3.0, 1.0 / 7.0)):
+        scalar = torch.tensor(number, dtype=dtype)
+        for own, of_torch in ((found.scale_by, torch.Tensor.mul_), (found.divide_by, torch.Tensor.div_)):
+            whole = torch.randn(start + numel + 3).to(dtype)
+            expected = whole.clone()
+            of_torch(expected[start : start + numel], scalar)
+            own(whole[start : start + numel], scalar)
+            assert torch.equal(whole, expected)
 
 
 def test_without_cupy_or_a_driver_pytorch_does_it_and_the_log_says_why_once(monkeypatch, caplog):

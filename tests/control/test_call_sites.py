@@ -8,11 +8,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from hvdlite.control.call_sites import LONGEST, frames_of_threads, place_of, places_of_threads, seen_from_here
+import hvdlite
+from hvdlite.comm.step_clock import Phase, StepClock
+from hvdlite.control import call_sites, pace_reports
+from hvdlite.control.call_sites import LONGEST, FramesOfThreads, place_of, places_of_threads, seen_from_here
+from hvdlite.control.pace_reports import PaceReports
+from hvdlite.runtime import hang_report
+from hvdlite.runtime.hang_report import stacks_of_threads
 
 
 def in_a_loop() -> None:
@@ -51,11 +58,12 @@ PLACES = {
 
 def is_within(ident: int, name: str) -> bool:
     """Whether the thread is in the function of that name, or in one that it calls."""
-    frame = frames_of_threads().get(ident)
-    while frame is not None:
-        if frame.f_code.co_name == name:
-            return True
-        frame = frame.f_back
+    with FramesOfThreads() as frames:
+        frame = frames.get(ident)
+        while frame is not None:
+            if frame.f_code.co_name == name:
+                return True
+            frame = frame.f_back
     return False
 
 
@@ -145,10 +153,74 @@ def test_no_garbage_is_collected_while_the_interpreter_lists_its_threads(monkeyp
     was_enabled = gc.isenabled()
     try:
         (gc.enable if collects else gc.disable)()
-        assert threading.get_ident() in frames_of_threads()
+        with FramesOfThreads() as frames:
+            assert threading.get_ident() in frames
+            assert not gc.isenabled()
         assert (seen, gc.isenabled()) == ([False], collects)
     finally:
         (gc.enable if was_enabled else gc.disable)()
+
+
+def test_none_is_collected_either_while_two_threads_list_them(monkeypatch):
+    list_frames = sys._current_frames
+    other_lists, first_is_over = threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def listed():
+        if threading.current_thread() is other:
+            other_lists.set()
+            first_is_over.wait()
+            seen.append(gc.isenabled())
+        else:
+            other.start()
+            other_lists.wait(0.2)  # it must not come
+        return list_frames()
+
+    def list_once():
+        with FramesOfThreads():
+            pass
+
+    other = threading.Thread(target=list_once)
+    monkeypatch.setattr(sys, "_current_frames", listed)
+    list_once()
+    first_is_over.set()
+    other.join()
+    assert (seen, gc.isenabled()) == ([False], True)
+
+
+@pytest.mark.parametrize("walk", [places_of_threads, stacks_of_threads, PaceReports.look])
+def test_no_garbage_is_collected_while_the_frames_of_other_threads_are_followed(started, monkeypatch, walk):
+    """On Python 3.11 a finalizer that lets such a thread go on would leave frames of which the memory is used again."""
+    ident = started(in_the_standard_library)
+    while not is_within(ident, "in_the_standard_library"):
+        time.sleep(0.01)
+    seen: list[bool] = []
+
+    def spy(module, name):
+        follow = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda frame: (seen.append(gc.isenabled()), follow(frame))[1])
+
+    spy(call_sites, "place_of")
+    spy(hang_report, "_frames")
+    spy(pace_reports, "is_in_model")
+    if walk is places_of_threads:
+        walk([ident])
+    elif walk is stacks_of_threads:
+        walk()
+    else:
+        clock = StepClock()
+        clock.phase, clock.thread = Phase.LOAD, ident
+        walk(PaceReports(clock, 1, send=lambda _: None))
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()
+
+
+def test_every_list_of_threads_is_made_with_the_collector_off():
+    """`sys._current_frames` is called in one place."""
+    package = Path(hvdlite.__file__).parent
+    callers = [path.name for path in package.rglob("*.py") if "_current_frames()" in path.read_text()]
+    assert callers == ["call_sites.py"]
 
 
 def test_a_path_is_seen_from_where_the_program_runs_and_stays_whole_where_that_is_gone(monkeypatch, tmp_path):

@@ -329,8 +329,11 @@ def test_a_stalled_operation_is_told_of_and_ended_where_that_is_asked_for(caplog
     monkeypatch.setattr(heartbeat.Heartbeat, "silence", lambda self, now_s: None)
     environment = Environment(stall_warning_s=0.1, stall_shutdown_s=0.3)
     come = threading.Event()
+    # Behind it rank 1 has told rank 0 its pid.
+    here = threading.Barrier(2)
 
     def rank(own: int) -> None:
+        here.wait(60)
         if own == 1:
             come.wait()
             return
@@ -376,6 +379,7 @@ def test_where_a_missing_ranks_thread_is_comes_from_its_own_frames(caplog):
 MANY = int(os.environ.get("TEST_HVDLITE_OUTSTANDING", "10000"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
 def test_any_number_of_operations_may_be_outstanding(named):
     def rank(own: int) -> int:
@@ -388,6 +392,7 @@ def test_any_number_of_operations_may_be_outstanding(named):
     assert run_worlds(2, rank) == [2 * MANY] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holder", [0, 1])
 def test_an_interpreter_that_is_held_while_operations_are_asked_for_loses_none(launched, holder):
     # The whole process is stopped, with the threads that listen, for longer than any of their timeouts once was.

@@ -245,6 +245,35 @@ class Looks(nn.Module):
         self.found = is_in_model(sys._getframe())
 
 
+class LooksWithListOfParameters(Looks):
+    """Has a method of its own in place of PyTorch's."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(super().parameters())
+
+
+def test_a_model_that_has_another_method_for_its_parameters_is_one_too():
+    module = LooksWithListOfParameters(has_parameters=True)
+    module()
+    assert module.found is True
+
+
+class LooksWhileItGrows(Looks):
+    """Gets modules while the thread that looks goes through them."""
+
+    def named_modules(self, *arguments, **named):
+        for each in super().named_modules(*arguments, **named):
+            self.add_module(f"number {len(self._modules)}", nn.Identity())
+            yield each
+
+
+def test_a_model_that_grows_while_it_is_looked_at_is_one_too():
+    module = LooksWhileItGrows(has_parameters=False)
+    module.first = nn.ReLU()
+    module()
+    assert module.found is True
+
+
 def test_only_a_module_with_parameters_is_a_model():
 
     assert not is_in_model(sys._getframe())

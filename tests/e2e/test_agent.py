@@ -41,6 +41,7 @@ def start(**changes):  # as `StartJob` is encoded
         "peers": [],
         "in_python": False,
         "as_horovod": False,
+        "forks": False,
         "slots": 2,
         "workers": {},
     }

@@ -49,12 +49,14 @@ def test_ranks_that_wait_for_each_other_are_told_what_both_wait_in(launch):
     assert "rank 0 (localhost): allreduce of 'loss' in the global process set; rank 1 (localhost): barrier" in err
 
 
+@pytest.mark.night
 def test_a_rank_that_has_ended_by_itself_is_named_by_those_that_still_wait(launch):
     code, _, err = run(launch, "hvd.barrier()\nif hvd.rank(): hvd.allreduce(torch.ones(2), name='loss')")
     assert code == 1
     assert "Horovod has been shut down. allreduce of 'loss' failed because rank 0 (localhost) has ended" in err
 
 
+@pytest.mark.night
 def test_a_rank_that_takes_fewer_steps_is_named_by_those_that_wait_for_it_in_theirs(launch):
     program = (
         "param = torch.nn.Parameter(torch.zeros(2))\n"
@@ -108,6 +110,7 @@ print(hvd.allreduce(torch.ones(1), name='loss', op=hvd.Sum).item())
     assert re.search(r"\[0\]<stderr>:.*stalled: allreduce of 'loss' .* missing: rank 1 \(localhost, pid \d+\)", err)
 
 
+@pytest.mark.night
 def test_names_pair_up_in_any_order_also_with_children_that_were_forked_meanwhile(launch):
     program = (
         "loader = torch.utils.data.DataLoader(list(range(8)), num_workers=2, multiprocessing_context='fork')\n"
@@ -122,6 +125,7 @@ def test_names_pair_up_in_any_order_also_with_children_that_were_forked_meanwhil
     assert out.count("28 True") == 2
 
 
+@pytest.mark.night
 def test_the_check_can_be_turned_off_and_must_be_on_all_ranks(launch):
     program = (
         "print(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())\n"
@@ -173,6 +177,7 @@ param.sum().backward(); optimizer.step()
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", FREEZES)
 def test_a_rank_that_is_frozen_is_named_and_the_job_ended_whatever_the_others_wait_in(launch, where):
     ranks = chosen([0, 1], few=[list(FREEZES).index(where) % 2])
@@ -200,6 +205,7 @@ def test_a_rank_that_is_frozen_is_named_and_the_job_ended_whatever_the_others_wa
         job.assert_gone()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("hanging", "check"), chosen([(0, "1"), (1, "1"), (1, "0")], few=[(0, "1"), (1, "0")]))
 def test_a_rank_in_an_endless_loop_is_told_of_with_the_place_in_its_program(launch, tmp_path, hanging, check):
     script = tmp_path / "train.py"
@@ -219,6 +225,7 @@ def test_a_rank_in_an_endless_loop_is_told_of_with_the_place_in_its_program(laun
     assert "HVDLITE_STALL_SHUTDOWN_S" in err.decode()
 
 
+@pytest.mark.night
 def test_a_rank_that_is_stopped_outside_of_everything_is_told_of_as_silent_with_its_pid(launch):
     program = (
         "if hvd.rank() == 1:\n"
@@ -232,6 +239,7 @@ def test_a_rank_that_is_stopped_outside_of_everything_is_told_of_as_silent_with_
     assert re.search(rf"missing: rank 1 \(localhost, pid {pid}\), which .* has sent nothing for \d+ s", err), err
 
 
+@pytest.mark.night
 def test_join_ends_whatever_the_garbage_collector_has_taken_on_which_rank(launch):
     program = (
         "import gc\n"
@@ -258,6 +266,7 @@ def test_join_ends_whatever_the_garbage_collector_has_taken_on_which_rank(launch
     assert out.count("last [") == 3
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("shm", chosen(["0", "1"], few=["1"]))
 def test_two_threads_of_each_rank_get_their_own_values_or_an_error_in_every_one_of_many_calls(launch, shm):
     program = """

@@ -14,6 +14,7 @@ import pytest
 from e2e.conftest import TEARDOWN_S, assert_clean, wait_until
 from e2e.machines import why_there_are_none
 
+from hvdlite.bench.namespaces import Hosts
 from hvdlite.bench.workloads import WORKLOADS
 
 pytestmark = pytest.mark.slow
@@ -57,6 +58,7 @@ def test_allreduce_compares_every_size_and_dtype_and_writes_what_it_shows(bench,
     assert f"[0]<stderr>:hvdlite.bench: wrote {tmp_path}/a.png" in err.splitlines()
 
 
+@pytest.mark.night
 def test_step_compares_all_variants_and_leaves_out_what_is_not_there(bench, tmp_path):
     models = ("--models", "resnet-small", "--batch", 1)
     code, out, err = bench("step", *models, "--steps", 2, "--json", tmp_path / "s.json")
@@ -70,6 +72,7 @@ def test_step_compares_all_variants_and_leaves_out_what_is_not_there(bench, tmp_
     assert "left out: horovod cannot be measured: Horovod is not installed" in out
 
 
+@pytest.mark.night
 def test_memory_finds_that_gradients_take_a_models_size_and_ddp_twice_that(bench, tmp_path):
     variants = ("--variants", "none,ddp,hvdlite")
     code, _, err = bench("memory", *variants, "--rounds", 1, "--batch", 2, "--json", tmp_path / "m.json")
@@ -80,6 +83,7 @@ def test_memory_finds_that_gradients_take_a_models_size_and_ddp_twice_that(bench
     assert 0.98 < rows["hvdlite"] < 2.4
 
 
+@pytest.mark.night
 def test_scale_predicts_and_another_run_predicts_the_same_of_its_file(bench, tmp_path):
     model = ("--model", "resnet-small", "--batch", 1)
     code, out, err = bench("scale", *model, "--rounds", 2, "--steps", 2, "--json", tmp_path / "c.json")
@@ -101,6 +105,7 @@ def test_scale_predicts_and_another_run_predicts_the_same_of_its_file(bench, tmp
     )
 
 
+@pytest.mark.night
 def test_what_does_not_exist_ends_all_ranks_with_2_and_one_line_of_rank_0(bench):
     code, out, err = bench("allreduce", "--sizes", "4Q")
     assert (code, out) == (2, "")
@@ -115,6 +120,7 @@ def test_what_does_not_exist_ends_all_ranks_with_2_and_one_line_of_rank_0(bench)
     assert "Traceback" not in err
 
 
+@pytest.mark.night
 def test_a_size_that_does_not_fit_is_skipped_with_the_reason_and_the_rest_measured(bench):
     code, out, err = bench("allreduce", "--sizes", "64,100000G", "--rounds", 1)
     assert code == 0, err
@@ -166,6 +172,7 @@ def to_nobody() -> int:
     return writing
 
 
+@pytest.mark.night
 def test_where_nobody_reads_on_it_ends_quietly_and_the_files_are_written(calibration, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, err = ended_with_stdout_to(to_nobody(), "scale", "--calibration", calibration, "--json", "a.json")
@@ -174,6 +181,7 @@ def test_where_nobody_reads_on_it_ends_quietly_and_the_files_are_written(calibra
     assert ended_with_stdout_to(to_nobody(), "--help") == (0, "")
 
 
+@pytest.mark.night
 def test_a_table_that_cannot_be_written_is_told_in_a_line_and_the_files_are_written(calibration, tmp_path):
     path = tmp_path / "a.json"
     full = os.open("/dev/full", os.O_WRONLY)
@@ -187,6 +195,7 @@ def test_a_table_that_cannot_be_written_is_told_in_a_line_and_the_files_are_writ
     )
 
 
+@pytest.mark.night
 def test_ranks_of_two_hosts_share_no_memory_and_are_measured_all_the_same(launch, make_lan):
     lan = make_lan("a", "b")
     words = ["allreduce", "--sizes", "64,1M", "--rounds", "1"]
@@ -200,6 +209,7 @@ def test_ranks_of_two_hosts_share_no_memory_and_are_measured_all_the_same(launch
     assert_clean(lan)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("to_ranks", [False, True], ids=["ctrl-c", "to the ranks alone"])
 def test_ctrl_c_keeps_what_was_measured(launch, tmp_path, to_ranks):
     pytest.importorskip("tqdm")
@@ -235,9 +245,10 @@ def links(tmp_path):
     started = []
 
     def start(*words: object) -> psutil.Popen:
-        model = ("--model", "resnet-small", "--batch", "1", "--techniques", "none,int8", "--rates", "1gbit")
+        model = () if "--to-loss" in words else ("--model", "resnet-small", "--batch", "1")
+        flags = (*model, "--techniques", "none,int8", "--rates", "1gbit")
         process = psutil.Popen(
-            [*BENCH, "links", *model, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [*BENCH, "links", *flags, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         started.append(process)
         return process
@@ -263,6 +274,27 @@ def test_links_counts_on_the_interface_that_int8_sends_a_quarter(links, tmp_path
     assert set(psutil.net_if_stats()) == interfaces
 
 
+@pytest.mark.night
+def test_links_train_to_a_loss_and_count_the_bytes_until_then(links, tmp_path):
+    process = links("--to-loss", 1.5, "--json", tmp_path / "l.json")
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, err.decode()
+    rows = json.loads((tmp_path / "l.json").read_text())["rows"]
+    assert [(row["technique"], row["reached"], row["loss"]) for row in rows] == [
+        ("none", True, 1.5),
+        ("int8", True, 1.5),
+    ]
+    none, int8 = rows
+    for row in rows:
+        assert row["losses"][-1] <= 1.5 < min(row["losses"][:-1])
+        assert row["steps"] == 10 * len(row["losses"])
+        assert row["sent_bytes"] == pytest.approx(10 * sum(row["samples_bytes"]))
+        assert row["seconds"] == pytest.approx(10 * sum(row["samples_s"]))
+    assert 0.2 < int8["sent_bytes"] / int8["steps"] / (none["sent_bytes"] / none["steps"]) < 0.32
+    assert re.search(r"^1gbit  int8 .* m?s .* MB$", out.decode(), re.MULTILINE)
+
+
+@pytest.mark.night
 def test_links_as_they_are_are_measured_between_the_hosts_of_a_job(launch, make_lan):
     lan = make_lan("a", "b")
     words = ["links", "--rates", "as-is", "--model", "resnet-small", "--batch", "1", "--steps", "1"]
@@ -275,15 +307,41 @@ def test_links_as_they_are_are_measured_between_the_hosts_of_a_job(launch, make_
     assert_clean(lan)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_links_that_is_ended_leaves_neither_hosts_nor_ranks(links, signum):
     process = links("--steps", 1000000)
-    # Two hosts and the switch between them, and a rank on each host.
-    wait_until(lambda: len(process.children()) == 5, PATIENCE_S, lambda: f"{process.children()}")
+
+    def are_there() -> bool:
+        # Two hosts and the switch between them, and a rank on each host, once it has entered the host's network.
+        children = process.children()
+        try:
+            networks = [os.readlink(f"/proc/{child.pid}/ns/net") for child in children]
+        except OSError:  # a command that has done its work
+            return False
+        return len(children) == 5 and os.readlink("/proc/self/ns/net") not in networks and len(set(networks)) == 3
+
+    wait_until(are_there, PATIENCE_S, lambda: f"{process.children()}")
     children = process.children(recursive=True)
-    namespaces = {os.readlink(f"/proc/{child.pid}/ns/net") for child in children}
-    assert os.readlink("/proc/self/ns/net") not in namespaces
     process.send_signal(signum)
     _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == (-signum if signum == signal.SIGKILL else 128 + signum), err.decode()
     assert psutil.wait_procs(children, TEARDOWN_S)[1] == []
+
+
+def test_a_rank_of_links_that_was_ended_before_the_rank_began_does_not_run(tmp_path, monkeypatch):
+    if reason := why_there_are_none():
+        pytest.skip(f"no hosts can be made here: {reason}")
+    begin = ["touch", str(tmp_path / "begun")]
+    hosts = Hosts(1)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: 2**30)  # not the process that starts the rank
+            (late,) = hosts.start(begin, {})
+        assert late.wait(PATIENCE_S) == 1
+        assert not (tmp_path / "begun").exists()
+        (timely,) = hosts.start(begin, {})
+        assert timely.wait(PATIENCE_S) == 0
+        assert (tmp_path / "begun").exists()
+    finally:
+        hosts.close()

@@ -24,6 +24,7 @@ with kinds.a_mesh():
 """
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("env", [{}, {"HVDLITE_CHECK": "0"}], ids=["checked", "unchecked"])
 def test_real_ranks_end_every_call_in_step(launch, env):
     tests = Path(__file__).parents[1]

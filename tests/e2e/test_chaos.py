@@ -92,6 +92,7 @@ def assert_one_process_trains_the_same(survivors, faults) -> None:
     assert all(each["cost_s"] is not None for each in faults)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("seed", range(trials(10, 167)))
 def test_the_others_train_as_one_process_would_through_seeded_faults(launch, tmp_path, seed):
     spec = f"seed={seed},every={EVERY},faults=kill+segv+exception,count={FAULTS_OF_A_JOB}"
@@ -105,6 +106,7 @@ def test_the_others_train_as_one_process_would_through_seeded_faults(launch, tmp
     assert f"chaos: {FAULTS_OF_A_JOB} faults" in err
 
 
+@pytest.mark.night
 def test_a_rank_that_is_killed_after_its_last_step_costs_nothing(launch, tmp_path):
     survivors, (fault,), err = run(launch, tmp_path, f"kill@stepped:worker=3:step={STEPS - 1}")
     expected = by_one_process({})
@@ -132,6 +134,7 @@ def test_rank_0_that_is_killed_before_it_could_save_fails_the_job(launch, tmp_pa
 
 
 # Of a fault within a settlement the worker's gradients are in the step, if all had the averages before.
+@pytest.mark.night
 @pytest.mark.parametrize("point", ["leave", "report", "settled"])
 def test_a_worker_may_have_a_fault_while_the_others_settle_a_step(launch, tmp_path, point):
     specs = ("kill@synchronize:worker=2:step=5", f"kill@{point}:worker=0:step=5")
@@ -140,6 +143,7 @@ def test_a_worker_may_have_a_fault_while_the_others_settle_a_step(launch, tmp_pa
     assert_one_process_trains_the_same(survivors, faults)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "end"),
     [
@@ -154,6 +158,7 @@ def test_the_report_says_how_a_worker_ended(launch, tmp_path, kind, end):
     assert (fault["end"], fault["step"], fault["point"]) == (end, 2, "voted")
 
 
+@pytest.mark.night
 def test_the_command_of_the_library_runs_hvdlite_run_and_has_help(launch):
     code, out, _ = launch("--help", program=("-m", "hvdlite.chaos")).ended()
     assert (code, out[:34]) == (0, b"usage: python -m hvdlite.chaos SPE")

@@ -55,6 +55,7 @@ def test_this_machine_is_well(launch):
     assert "✗" not in out
 
 
+@pytest.mark.night
 def test_a_locale_without_the_marks_gets_words(launch):
     code, out, _ = ended(launch("--horovod", "--check-build", env={"PYTHONIOENCODING": "ascii"}))
     assert code == 0
@@ -62,6 +63,7 @@ def test_a_locale_without_the_marks_gets_words(launch):
     assert out.isascii()
 
 
+@pytest.mark.night
 def test_each_host_is_looked_at_whatever_the_others_have(launch, ssh_program, tmp_path):
     words = ["--no-env", "-H", "localhost,bare,refuses,d", "--ssh-program", ssh_program]
     code, out, _ = ended(launch("--check", *words, cwd=tmp_path))
@@ -86,6 +88,7 @@ def test_hosts_of_which_one_alone_could_train_are_not_measured(launch, ssh_progr
     assert "not measured" in out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_and_leaves_nothing(launch, ssh_program, signum):
     job = launch("--check", "-H", "a,b", "--ssh-program", ssh_program, "--verbose")

@@ -59,12 +59,14 @@ def test_two_hosts_that_are_well(launch, make_lan):
     assert all(address.rpartition(":")[0] == own.get(name) for name, address in seen.difference(before)), seen
 
 
+@pytest.mark.night
 def test_hosts_with_ipv6_alone(launch, make_lan):
     code, out = checked(launch, make_lan("a", "b", ipv6=True))
     assert (code, todo(out)) == (0, [])
     assert len(re.findall(r"\d (µs|ms)", out)) == 2
 
 
+@pytest.mark.night
 def test_a_host_that_does_not_answer_and_one_without_the_directory(launch, make_lan, tmp_path):
     lan = make_lan("a", "b", "c")
     here = tmp_path / "parent" / "here"
@@ -79,6 +81,7 @@ def test_a_host_that_does_not_answer_and_one_without_the_directory(launch, make_
     assert len(re.findall(r"\d (µs|ms)", out)) == 2
 
 
+@pytest.mark.night
 def test_two_hosts_that_do_not_reach_each_other_break_no_other_pair(launch, make_lan):
     lan = make_lan("a", "b", "c", interfaces=("lan0", "ens7", "enp3"))
     a, b, _ = lan.hosts
@@ -105,6 +108,7 @@ def test_a_firewall_in_one_direction_is_named_although_gloo_connects_in_the_othe
     assert blocked.startswith(f"  ✗ {a.address} cannot connect to {b.address}: connection timed out (a firewall? ")
 
 
+@pytest.mark.night
 def test_an_interface_that_is_not_there_is_told(launch, make_lan):
     lan = make_lan("a", "b", interfaces=("lan0", "ens7"))
     code, out = checked(launch, lan, "--network-interface", "lan0")

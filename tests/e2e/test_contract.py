@@ -109,6 +109,7 @@ def test_what_flags_of_horovodrun_set_is_read_by_the_library():
     assert variables - {"NCCL_IB_DISABLE"} <= {name for each in READ_BY_INIT.values() for name in each.names}
 
 
+@pytest.mark.night
 @pytest.mark.slow
 def test_with_verbose_rank_0_says_once_how_ranks_are_connected(launch):
     program = "import hvdlite as hvd; hvd.init()"
@@ -119,6 +120,7 @@ def test_with_verbose_rank_0_says_once_how_ranks_are_connected(launch):
         assert err.count(b"2 ranks on 1 host") == count
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "code"),

@@ -142,6 +142,7 @@ train(state)
 """
 
 
+@pytest.mark.night
 def test_a_rank_that_calls_sys_exit_ends_without_garbage_collections_for_which_the_others_would_wait(launch, tmp_path):
     flags = ["-np", "2", "--min-np", "1", "--on-failure", "shrink", "-H", "localhost:2"]
     job = launch(*flags, sys.executable, "-c", LEAVES, str(tmp_path / "log."))
@@ -155,6 +156,7 @@ def test_a_rank_that_calls_sys_exit_ends_without_garbage_collections_for_which_t
     job.assert_gone()
 
 
+@pytest.mark.night
 def test_a_program_without_elastic_run_is_told_what_could_have_followed_when_it_has_lost_a_rank(launch):
     program = """
 import os, signal
@@ -204,6 +206,7 @@ print("end", worker, state.batch, flush=True)
 """
 
 
+@pytest.mark.night
 def test_a_rank_killed_while_ranks_look_for_new_hosts_loses_what_was_not_committed_and_commits_work_outside_of_run(
     launch,
 ):
@@ -273,6 +276,7 @@ print("end", hvd.rank(), flush=True)
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lost", [0, 2])
 def test_optimizers_with_a_process_set_half_precision_and_two_passes_go_on_as_in_one_process(launch, lost):
     # Worker 2 is outside of the set at first, and in it once worker 0 is lost: then the set has all ranks.
@@ -313,6 +317,7 @@ train(state)
 """
 
 
+@pytest.mark.night
 def test_a_job_that_begins_on_the_launchers_machine_alone_is_joined_by_another_host(make_lan, launch, tmp_path):
     lan = make_lan("b")
     (b,) = (host.spec for host in lan.hosts)

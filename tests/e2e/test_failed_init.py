@@ -13,19 +13,19 @@ pytestmark = pytest.mark.slow
 
 # The points of failure: the functions that are called there.
 STAGES = (
-    "hvdlite.runtime.bootstrap.placements_to_topology",
-    "hvdlite.runtime.bootstrap.ShmEngineFactory",
+    "hvdlite.runtime.make_world.placements_to_topology",
+    "hvdlite.runtime.make_world.ShmEngineFactory",
     "hvdlite.shm.setup._make_own",
     "hvdlite.shm.setup._make_context",
     "hvdlite.shm.shm_factory.ShmEngine",
-    "hvdlite.runtime.bootstrap.choose_levels",
-    "hvdlite.runtime.bootstrap.make_controller",
+    "hvdlite.runtime.make_world.choose_levels",
+    "hvdlite.runtime.make_world.make_controller",
     "hvdlite.control.connect.ControlClient",
     "hvdlite.control.control_client.ControlClient.open_group",
     "hvdlite.control.control_client.ControlClient.start",
     "hvdlite.timeline.session.start",
     "hvdlite.timeline.session._begin",
-    "hvdlite.runtime.bootstrap.Registry",
+    "hvdlite.runtime.make_world.Registry",
     "hvdlite.runtime.process_set_registry.Registry.add",
 )
 # Points at which one rank's error is its own, and the others' errors come from what it leaves.
@@ -124,6 +124,7 @@ print("all of it")
 TOGETHER = [[stage] for stage in STAGES] if IS_LONG else [STAGES[:7], STAGES[7:]]
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("stages", TOGETHER, ids=lambda stages: stages[0])
 def test_an_init_that_fails_leaves_nothing_and_the_next_one_works(stages: Sequence[str], tmp_path: Path):
     program = tmp_path / "program.py"

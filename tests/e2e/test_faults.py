@@ -32,19 +32,23 @@ NAME = "the-worker"  # the last word of each command, by which its processes are
 CHILDREN = "sleep 1000 & setsid sleep 1001 & (setsid sleep 1002 <&- >&- 2>&- &); echo ready"
 # Trains for ever; the rank in its arguments exits with 0 at the step in its arguments.
 TRAIN = """
-import sys, torch, hvdlite as hvd
+import sys, time, torch, hvdlite as hvd
 hvd.init(timeout_s=60)
 leaver, last = map(int, sys.argv[1:3])
 torch.manual_seed(0)
 model = torch.nn.Linear(256, 256)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
 step = 0
-while (hvd.rank(), step) != (leaver, last):
-    optimizer.zero_grad()
-    model(torch.ones(8, 256)).mean().backward()
-    optimizer.step()
-    step += 1
-    if step == 3: print("ready", flush=True)
+try:
+    while (hvd.rank(), step) != (leaver, last):
+        optimizer.zero_grad()
+        model(torch.ones(8, 256)).mean().backward()
+        optimizer.step()
+        step += 1
+        if step == 3: print("ready", flush=True)
+except hvd.CommunicationError:
+    time.sleep(5)  # the end that is the cause comes to hvdlite-run before this one, however busy the machine
+    raise
 """
 SHELL = {
     "sleeps": "echo ready; sleep 1000; exit 3",
@@ -217,6 +221,7 @@ def test_there_are_sixty_trials():
     assert sum(kind.trials for kind in KINDS.values()) == 60
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_whatever_breaks_nothing_is_left_and_the_cause_is_named(name, make_lan, tmp_path, table):
     kind = KINDS[name]

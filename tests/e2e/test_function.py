@@ -111,6 +111,7 @@ else:
     assert code == 0, err.decode()
 
 
+@pytest.mark.night
 def test_modules_beside_the_main_program_are_found_wherever_it_is_started(passes, tmp_path):
     (tmp_path / "beside.py").write_text("def answer(): return 42\n")
     (tmp_path / "elsewhere").mkdir()
@@ -152,6 +153,7 @@ except WrongShape as error:
     assert own.rstrip().endswith("WrongShape: ('on purpose', 3)")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -202,6 +204,7 @@ else:
     )
 
 
+@pytest.mark.night
 def test_what_cannot_be_pickled_on_its_way_back_is_named(passes):
     passes(
         """
@@ -219,6 +222,7 @@ else:
     )
 
 
+@pytest.mark.night
 def test_what_is_large_goes_there_and_comes_back(passes):
     passes(
         "import os; from hvdlite_launcher import run; data = os.urandom(50_000_000)\n"
@@ -226,6 +230,7 @@ def test_what_is_large_goes_there_and_comes_back(passes):
     )
 
 
+@pytest.mark.night
 def test_it_may_be_called_in_threads_beside_other_children_and_leaves_these_alone(passes):
     passes(
         """
@@ -242,6 +247,7 @@ with subprocess.Popen(["sleep", "1000"]) as child, ThreadPoolExecutor() as threa
     )
 
 
+@pytest.mark.night
 def test_flags_are_arguments(passes, tmp_path):
     (tmp_path / "config.yaml").write_text("np: 3\nenvironment: {A: file, B: file}\n")
     out = passes(
@@ -358,6 +364,7 @@ def test_a_caller_that_is_killed_takes_the_job_with_it(program):
     job.assert_gone()
 
 
+@pytest.mark.night
 def test_a_courier_that_is_killed_takes_the_job_with_it_and_is_told(program):
     job = program(WAITS)
     assert b"waits" in job.process.stdout.readline()
@@ -369,6 +376,7 @@ def test_a_courier_that_is_killed_takes_the_job_with_it_and_is_told(program):
     job.assert_gone()
 
 
+@pytest.mark.night
 def test_a_function_is_called_on_several_hosts_and_one_that_fails_there_is_named(program, make_lan, tmp_path):
     """The hosts see the main program's own directory, but nothing of the call is in it."""
     lan = make_lan("a", "b")

@@ -45,6 +45,7 @@ print(json.dumps(dict(rank=hvd.rank(), seen=seen, weight=param.tolist())), flush
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("env", [{}, {"HVDLITE_SHM": "0"}], ids=["shared memory", "gloo"])
 def test_the_same_optimizer_goes_on_in_many_worlds_and_nothing_piles_up(launch, env):
     job = launch("-np", "2", "python", "-c", PROGRAM, env=env)
@@ -95,6 +96,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.night
 def test_worlds_may_have_fewer_and_more_ranks(launch, tmp_path):
     job = launch("-np", "3", "-H", "localhost:3", "python", "-c", PROGRAM_OF_SIZES, str(tmp_path))
     code, out, err = job.ended(120)

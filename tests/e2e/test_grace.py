@@ -136,6 +136,7 @@ def test_so_it_is_on_several_hosts(saving, make_lan, tmp_path):
     assert_clean(lan)
 
 
+@pytest.mark.night
 def test_a_host_that_is_lost_meanwhile_does_not_cut_off_the_others(saving, make_lan):
     lan = make_lan("a", "b")
     job, go_on, saved = saving("--grace", "600", "-H", "a,b", on=lan.desk)
@@ -149,6 +150,7 @@ def test_a_host_that_is_lost_meanwhile_does_not_cut_off_the_others(saving, make_
     assert saved.read_text() == "whole"
 
 
+@pytest.mark.night
 def test_two_signals_that_are_sent_at_once_as_systemd_does_are_one(saving):
     job, go_on, saved = saving("--grace", "600", "-np", "2")
     ready(job)
@@ -162,6 +164,7 @@ def test_two_signals_that_are_sent_at_once_as_systemd_does_are_one(saving):
     assert saved.read_text() == "whole"
 
 
+@pytest.mark.night
 def test_a_terminal_that_is_gone_leaves_the_workers_their_time(saving, tmp_path):
     master, terminal = os.openpty()
     job, go_on, saved = saving("--grace", "600", "-np", "2", stderr=terminal, stdin=terminal)
@@ -176,6 +179,7 @@ def test_a_terminal_that_is_gone_leaves_the_workers_their_time(saving, tmp_path)
     job.assert_gone()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_kills_at_once_and_says_so(saving, signum):
     job, _, saved = saving("--grace", "86400", "-np", "1")
@@ -190,6 +194,7 @@ def test_a_second_signal_kills_at_once_and_says_so(saving, signum):
     job.assert_gone()
 
 
+@pytest.mark.night
 def test_without_grace_the_first_signal_kills(saving):
     job, _, saved = saving("--grace", "0", "-np", "2")
     ready(job)
@@ -200,6 +205,7 @@ def test_without_grace_the_first_signal_kills(saving):
     job.assert_gone()
 
 
+@pytest.mark.night
 def test_workers_that_never_end_are_killed_after_the_grace(saving):
     job, _, saved = saving("--grace", "1", "-np", "2")
     ready(job)

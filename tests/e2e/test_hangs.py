@@ -27,8 +27,11 @@ def report_at_a_stand(job: Launch, hang: Hang, directory: Path) -> tuple[str, di
     while True:
         text, data = ask_for_report(pid)
         others_wait = all(each["waits"] for each in data["ranks"] if each["rank"] != hang.rank)
+        odd, source = data["ranks"][hang.rank], "signal" if hang.kind in HOLDS_THE_LOCK else "answer"
+        # It was about to hang when it was there; a busy machine may take a while until it does, or answers.
+        stands = hang.kind == STOP or (odd["source"] == source and (odd["place"] or {}).get("line") == hang.lines()[-1])
         seen = [(each["source"], each["place"], [wait["what"] for wait in each["waits"]]) for each in data["ranks"]]
-        if others_wait and seen == before:
+        if others_wait and stands and seen == before:
             return text, data
         before = seen
         assert time.monotonic() < give_up_at, f"the job does not come to a stand at {hang}:\n{text}"
@@ -66,6 +69,7 @@ def test_each_of_the_hangs_of_a_job_is_named_with_its_rank_and_line(launch, tmp_
     assert code == 0, err.decode()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", chosen(range(5), few=[0]))
 @pytest.mark.parametrize("is_whole", [True, False], ids=["from all", "between them"])
 def test_a_cut_link_is_named_with_the_line_at_which_the_others_wait(launch, make_lan, tmp_path, is_whole, seed):
@@ -85,16 +89,23 @@ def test_a_cut_link_is_named_with_the_line_at_which_the_others_wait(launch, make
     else:
         lan.cut_between(a, b)
     (tmp_path / "end.0").touch()
-    give_up_at, number, data = time.monotonic() + PATIENCE_S, 0, {"ranks": [{"waits": []}]}
-    while not all(each["waits"] for each in data["ranks"] if each.get("rank") not in behind):
+    give_up_at, number, data = time.monotonic() + PATIENCE_S, 0, {"ranks": [{"waits": []}], "cause": {"cut": None}}
+    cut = [] if is_whole else [sorted([a.spec, b.spec])]
+    while not all(each["waits"] for each in data["ranks"] if each.get("rank") not in behind) or (
+        data["cause"]["cut"] != cut
+    ):
         assert time.monotonic() < give_up_at, data
         number += 1
         code, text, err = launch("--report", line.split()[0], on=lan.desk).ended()
         assert code == 0, err
         data = json.loads((reports / f"report-{number}.json").read_text())
     assert data["cause"]["ranks"] == behind, text.decode()
-    words = b"has no report: its host did not answer" if is_whole else b"the connection between them is slow or broken"
-    assert words in text, text.decode()
+    words = (
+        "has no report: its host did not answer"
+        if is_whole
+        else f"cause: {a.spec} and {b.spec} do not reach each other"
+    )
+    assert words in text.decode(), text.decode()
     for each in data["ranks"]:
         if each["rank"] not in behind:
             assert (each["place"]["file"], each["place"]["line"]) == (str(PROGRAM), line_of("step")), text.decode()

@@ -33,6 +33,7 @@ def test_its_flags_tune_the_workers_or_say_why_not(launch):
     )
 
 
+@pytest.mark.night
 def test_autotune_measures_for_every_optimizer_and_writes_one_line_for_each(launch, tmp_path):
     program = (
         "import torch, hvdlite as hvd; hvd.init(); torch.manual_seed(0); model = torch.nn.Linear(512, 512); "
@@ -65,6 +66,7 @@ def test_a_program_for_horovod_runs_unchanged_whatever_starts_it(launch, tmp_pat
     job.assert_gone()
 
 
+@pytest.mark.night
 def test_each_host_finds_its_own_hvdlite_where_a_program_imports_horovod(launch, make_lan):
     lan = make_lan("a", "b")
     program = "import os, horovod.torch as hvd; hvd.init(); print(hvd.rank(), hvd.local_rank(), os.uname().nodename)"
@@ -73,6 +75,7 @@ def test_each_host_finds_its_own_hvdlite_where_a_program_imports_horovod(launch,
     assert sorted(out.decode().splitlines()) == ["[0]<stdout>:0 0 a", "[1]<stdout>:1 0 b"]
 
 
+@pytest.mark.night
 def test_a_function_may_be_one_for_horovod(launch, tmp_path):
     (tmp_path / "call.py").write_text(
         "import hvdlite_launcher\n"
@@ -90,6 +93,7 @@ def test_a_function_may_be_one_for_horovod(launch, tmp_path):
     assert err.count(b"\n") == 1
 
 
+@pytest.mark.night
 def test_without_the_flag_nothing_is_named_horovod(launch):
     code, _, err = launch("-np", "1", sys.executable, "-c", "import horovod", env={"PYTHONPATH": os.devnull}).ended()
     assert code == 1

@@ -42,7 +42,7 @@ TRAINING_BYTES = 200 << 20
 TRAIN = """
 import os, resource, sys, time, torch, torch.distributed.distributed_c10d as c10d
 import hvdlite as hvd
-from hvdlite.runtime import bootstrap
+from hvdlite.runtime import make_world
 from hvdlite.control import connect
 from hvdlite.shm import shm_factory
 gate, held, (held_at, _, earlier) = sys.argv[1], sys.argv[2].split(","), sys.argv[3].partition(" ")
@@ -73,7 +73,7 @@ class Held(c10d.ProcessGroupGloo):
         if held_at == "listening" and connected == 1 and str(rank) in held: wait_for("listening")
 
 c10d.ProcessGroupGloo = torch.distributed.ProcessGroupGloo = Held
-hold(bootstrap, "exchange_rank_info")
+hold(make_world, "exchange_rank_info")
 hold(shm_factory, "exchange_control_blocks")
 hold(connect, "_reach")
 torch.set_num_threads(1)
@@ -310,6 +310,7 @@ def _chosen_trials() -> list[Trial]:
 # ------------------------------------------------------------- who listens
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_nobody_listens_but_where_the_table_says(start, hosts):
     """All that has ever listened: whose socket, and for whom; and that no stranger gets in once `hvd.init` is over."""
@@ -331,6 +332,7 @@ def test_nobody_listens_but_where_the_table_says(start, hosts):
     assert [listener for listener in job.watcher.recorded if not _is_allowed(listener, job, hosts)] == []
 
 
+@pytest.mark.night
 def test_a_listener_that_closed_before_its_owner_was_found_is_judged_by_its_address():
     job = SimpleNamespace(lan=SimpleNamespace(hosts=[SimpleNamespace(name="a", address="10.77.0.2")]))
 
@@ -347,6 +349,7 @@ def test_a_listener_that_closed_before_its_owner_was_found_is_judged_by_its_addr
     assert not allowed("tcp", "10.77.0.2", "another program")
 
 
+@pytest.mark.night
 def test_a_process_that_has_just_been_forked_is_not_taken_for_the_owner_of_its_parents_socket(monkeypatch):
     """It has the socket until it runs its own program, and for a moment before that it has no command line."""
     pids, names = iter([2, 1]), {2: "", 1: "hvdlite_launcher.host.agent"}
@@ -372,7 +375,6 @@ def _is_allowed(listener: Listener, job: Any, hosts: int) -> bool:
     return (listener.is_of_rank or unknown) and listener.family == "tcp" and listener.address == own
 
 
-@pytest.mark.smoke
 def test_a_user_of_the_same_machine_cannot_connect_to_the_sockets_of_the_job_directory(start):
     """Unix sockets are files: the mode of their directory keeps other users out, from the moment they exist."""
     # The agent's, each rank's for reports, and rank 0's, which is closed when rank 1 has connected.
@@ -386,6 +388,7 @@ def test_a_user_of_the_same_machine_cannot_connect_to_the_sockets_of_the_job_dir
     assert [result["connected"] for result in job.intruders[0].results] == [0] * 4
 
 
+@pytest.mark.night
 def test_garbage_of_the_same_user_on_the_sockets_of_the_job_directory_disturbs_nobody(start):
     """The job's own user could end the job in other ways, but another program's mistake must not."""
     harmless = "garbage", "truncated", "lengths", "nesting", "stolen-rank", "slow-bytes", "half-open"
@@ -402,6 +405,7 @@ def test_garbage_of_the_same_user_on_the_sockets_of_the_job_directory_disturbs_n
 # ---------------------------------------------------------- while ranks connect
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("trial", _chosen_trials(), ids=str)
 def test_a_stranger_at_the_sockets_of_ranks_is_told_of_and_gets_nothing(trial, start):
     """While some ranks have not connected yet, the sockets of the others are attacked, each as soon as it listens."""
@@ -412,6 +416,7 @@ def test_a_stranger_at_the_sockets_of_ranks_is_told_of_and_gets_nothing(trial, s
     assert let_in(job) > 0, "nobody was attacked"
 
 
+@pytest.mark.night
 def test_what_true_ranks_have_sent_is_of_no_use_in_another_job(start):
     """The attacker has recorded all bytes of an earlier job and sends them again in the place of a rank."""
     earlier = start(1)
@@ -427,6 +432,7 @@ def test_what_true_ranks_have_sent_is_of_no_use_in_another_job(start):
     assert let_in(job) > 0, "nobody was attacked"
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("limit", ["ulimit -S -n 1024", "ulimit -n 1024"] if IS_LONG else ["ulimit -S -n 1024"])
 def test_more_connections_than_a_rank_may_have_files_do_not_end_it(start, limit):
     """1,300 connections to a socket of a process that may have 1,024 files open, before the others connect.

@@ -248,6 +248,7 @@ def test_a_closed_stdout_harms_nobody(launch):
     assert b"failed first, with exit code 4" in run.stderr
 
 
+@pytest.mark.night
 @pytest.mark.slow
 def test_a_flood_from_all_ranks_loses_no_line_and_tears_none(launch, tmp_path):
     lines = 100_000
@@ -296,12 +297,13 @@ def test_what_each_worker_wrote_is_in_its_files_byte_by_byte(launch, tmp_path, s
     [
         ("flag", "nowhere/t.json", "the directory {tmp}/nowhere does not exist: create it"),
         ("HVDLITE_TIMELINE", "file/t.json", "{tmp}/file is not a directory"),
-        ("HOROVOD_TIMELINE", "directory", "it exists and is not a regular file: choose another name"),
+        ("HVDLITE_TIMELINE", "file/", "it is a file: leave out the slash at the end"),
+        ("HOROVOD_TIMELINE", "fifo", "it exists and is not a regular file: choose another name"),
     ],
 )
 def test_a_timeline_that_cannot_be_written_is_refused_before_anything_starts(launch, tmp_path, how, file, why):
     (tmp_path / "file").touch()
-    (tmp_path / "directory").mkdir()
+    os.mkfifo(tmp_path / "fifo")
     flags, env = (["--timeline-filename", file], {}) if how == "flag" else ([], {how: file})
     name = "HVDLITE_TIMELINE" if how == "flag" else how
     code, out, err = launch("-np", "2", *flags, "touch", "started", cwd=tmp_path, env=env).ended()
@@ -340,6 +342,7 @@ def test_a_child_that_holds_the_pipes_open_does_not_keep_the_job(launch):
     job.assert_gone()
 
 
+@pytest.mark.night
 @pytest.mark.slow
 def test_many_workers_at_once_all_start_and_end(launch):
     code, out, _ = launch("-np", "64", "sh", "-c", "echo $HVDLITE_RANK").ended()

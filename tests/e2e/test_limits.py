@@ -46,6 +46,7 @@ def assert_well_or_one_line(code, said, words):
     assert any(word in said for word in words), said
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("few", range(5, 40, 2))
 def test_few_open_files_are_enough_or_told_in_one_line(few, tmp_path):
     def limit():
@@ -109,6 +110,7 @@ def user(tmp_path):
     wait_until(lambda: user.processes() == [])
 
 
+@pytest.mark.night
 @NEEDS_ROOT
 def test_few_processes_and_threads_are_enough_or_told_in_one_line(user, tmp_path):
     tmp = tmp_path / "tmp"
@@ -133,6 +135,7 @@ MOUNTS = {
 }
 
 
+@pytest.mark.few(1)
 @NEEDS_ROOT
 @pytest.mark.parametrize("mount", MOUNTS.values(), ids=MOUNTS)
 @pytest.mark.parametrize("words", [["-np", "2", "true"], ["-np", "2", "--dry-run"]], ids=" ".join)

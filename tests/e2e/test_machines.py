@@ -14,7 +14,7 @@ from e2e.conftest import assert_clean, wait_until
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = ("BatchMode=yes", "StrictHostKeyChecking=accept-new", "ConnectTimeout=2", "LogLevel=ERROR")
+OPTIONS = ("BatchMode=yes", "StrictHostKeyChecking=accept-new", "ConnectTimeout=60", "LogLevel=ERROR")
 SSH = ("ssh", *(f"-o{option}" for option in OPTIONS))
 
 
@@ -56,6 +56,7 @@ lan.close()
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("end", ["close", "kill -9"])
 def test_nothing_is_left_when_they_are_closed_nor_when_the_tests_are_killed(make_lan, tmp_path, end):
     namespaces = {os.readlink(path) for path in Path("/proc").glob("[0-9]*/ns/net")}

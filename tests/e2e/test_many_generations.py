@@ -178,6 +178,7 @@ FORMS: dict[str, tuple[str, int, dict[str, str]]] = {
 USUAL_FORMS = [form for form in FORMS if form != "one is replaced"]
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("form", chosen([*FORMS], USUAL_FORMS))
 def test_nothing_piles_up_over_the_generations_of_a_job(launch, tmp_path, form):
     program, least, env = FORMS[form]

@@ -72,6 +72,7 @@ def write_script(path: Path, *pods: str) -> None:
     os.rename(new, path)
 
 
+@pytest.mark.night
 def test_a_job_goes_on_while_pods_vanish_and_come_again_under_the_same_name(make_lan, launch, tmp_path):
     lan = make_pods(make_lan)
     script = tmp_path / "discover_hosts.sh"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from e2e.conftest import wait_until
+from e2e.conftest import PATIENCE_S, wait_until
 from long_run import chosen
 
 pytestmark = pytest.mark.slow
@@ -97,6 +97,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     return out.removeprefix(ALONE)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("command", "body"),
     [(TORCHRUN, TRAIN), pytest.param(OPENMPI, TRAIN + AGAIN, marks=pytest.mark.smoke), (MPICH, TRAIN + AGAIN)],
@@ -108,6 +109,7 @@ def test_three_ranks_of_a_launcher_train_as_one_process_does(command, body, weig
     assert not any(word in err for word in COMPLAINTS), err
 
 
+@pytest.mark.night
 def test_torchrun_in_the_environment_of_sparks_torchdistributor_has_its_own_ranks(weights, tmp_path):
     # TorchDistributor sets these in each barrier task, of which it counts the numbers, and starts torchrun there.
     of_task = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "PYSPARK_TORCH_DISTRIBUTOR_RDZV_ID": "run"}
@@ -116,6 +118,7 @@ def test_torchrun_in_the_environment_of_sparks_torchdistributor_has_its_own_rank
     assert (code, out) == (0, ONE_HOST + weights), err
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(
     "command", chosen([TORCHRUN, OPENMPI, MPICH], few=[OPENMPI]), ids=lambda command: Path(command[0]).name
 )
@@ -128,6 +131,7 @@ def test_a_launcher_within_a_worker_of_hvdlite_run_is_the_one_that_counts(comman
     assert (code, out) == (0, "[0]<stdout>:" + ONE_HOST + weights), err
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("command", chosen([OPENMPI, MPICH], few=[MPICH]), ids=lambda command: Path(command[0]).name)
 def test_hvdlite_run_within_an_mpi_job_is_the_one_that_counts(command, weights, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
@@ -137,6 +141,7 @@ def test_hvdlite_run_within_an_mpi_job_is_the_one_that_counts(command, weights, 
     assert (code, out) == (0, "[0]<stdout>:" + ONE_HOST + weights), err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("command", [OPENMPI, MPICH], ids=["openmpi", "mpich"])
 def test_a_rank_that_has_ended_well_does_not_end_those_that_go_on(command, tmp_path):
     body = """
@@ -163,11 +168,13 @@ def test_a_rank_that_has_ended_well_does_not_end_those_that_go_on(command, tmp_p
     assert (code, out) == (0, "went on\n" * 2), err
 
 
+@pytest.mark.night
 def test_mpich_ends_with_the_exit_code_of_the_rank_that_failed(tmp_path):
     code, _, err = run(MPICH, tmp_path, TRAIN + "if hvd.rank() == 1: sys.exit(7)\nhvd.barrier()\n")
     assert code == 7, err
 
 
+@pytest.mark.night
 def test_mpi_itself_can_be_used_after_init(tmp_path):
     body = """
     import ctypes, sys
@@ -185,6 +192,7 @@ def test_mpi_itself_can_be_used_after_init(tmp_path):
     assert code == 0, err
 
 
+@pytest.mark.night
 def test_one_rank_of_mpirun_needs_nobody(tmp_path):
     code, out, err = run(["mpirun.mpich", "-np", "1"], tmp_path, TRAIN)
     assert code == 0, err
@@ -234,7 +242,7 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str]
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_until(lambda: (directory / "ready").exists() or unshare.poll() is not None, 60)
+    wait_until(lambda: (directory / "ready").exists() or unshare.poll() is not None)
     if unshare.poll() is not None:
         pytest.skip(f"no namespaces here: {unshare.communicate()[1]}")
     (first,) = psutil.Process(unshare.pid).children()
@@ -243,6 +251,7 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str]
     assert not first.is_running()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
 def test_over_two_hosts_ranks_meet_through_the_launchers_own_exchange(name, inside, weights, tmp_path):
     need(f"mpirun.{name}")
@@ -257,6 +266,7 @@ def test_over_two_hosts_ranks_meet_through_the_launchers_own_exchange(name, insi
     assert not any(word in err for word in COMPLAINTS), err
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("name", chosen(["openmpi", "mpich"], few=["mpich"]))
 def test_an_address_of_the_users_own_is_where_the_ranks_meet(name, inside, weights, tmp_path):
     need(f"mpirun.{name}")
@@ -325,28 +335,30 @@ def slurm(inside: tuple[list[str], Path]) -> tuple[list[str], dict[str, str]]:
     def idle_nodes() -> str:
         command = [*enter, "sinfo", "--noheader", "--format=%D %T"]
         told = subprocess.run(
-            command, check=False, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+            command, check=False, env={**os.environ, **environment}, capture_output=True, text=True, timeout=PATIENCE_S
         )
         return told.stdout
 
     socket = directory / "munge.sock"
     files = [f"--{name}={directory}/munge.{name}" for name in ("pid-file", "log-file", "seed-file")]
     start("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={socket}", *files)
-    wait_until(socket.exists, 60, lambda: "munged")
+    wait_until(socket.exists, message=lambda: "munged")
     start("slurmctld", "-D")
     for node in ("n1", "n2"):
         (directory / f"spool.{node}").mkdir()
         start("slurmd", "-D", "-N", node)
-    wait_until(lambda: idle_nodes().strip() == "2 idle", 60, lambda: f"both nodes are not idle; see {directory}")
+    wait_until(lambda: idle_nodes().strip() == "2 idle", message=lambda: f"both nodes are not idle; see {directory}")
     return enter, environment
 
 
+@pytest.mark.night
 def test_srun_on_one_node_trains_as_one_process_does(slurm, weights, tmp_path):
     enter, environment = slurm
     code, out, err = run([*enter, "srun", "-N", "1", "-n", "3"], tmp_path, TRAIN + AGAIN, **environment)
     assert (code, out) == (0, ONE_HOST + weights), err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mpi", ["none", "pmi2"])
 def test_srun_on_two_nodes_trains_as_one_process_does(mpi, slurm, weights, tmp_path):
     enter, environment = slurm
@@ -355,6 +367,7 @@ def test_srun_on_two_nodes_trains_as_one_process_does(mpi, slurm, weights, tmp_p
     assert (code, out) == (0, "[(0, 0, 2, 0, 2), (1, 1, 2, 0, 1), (2, 0, 1, 1, 2)]" + weights), err
 
 
+@pytest.mark.night
 def test_a_program_in_the_shell_of_a_slurm_job_is_one_rank(slurm, tmp_path):
     enter, environment = slurm
     code, out, err = run([*enter, "salloc", "-n", "3"], tmp_path, TRAIN, **environment)
@@ -366,6 +379,7 @@ def test_a_program_in_the_shell_of_a_slurm_job_is_one_rank(slurm, tmp_path):
     assert (tmp_path / "out").read_text().startswith(ALONE)
 
 
+@pytest.mark.night
 def test_slurm_hands_on_the_exit_code_of_a_failed_task(slurm, tmp_path):
     enter, environment = slurm
     body = TRAIN + "if hvd.rank() == 1: sys.exit(7)\nhvd.barrier()\n"
@@ -394,6 +408,7 @@ if hvd.rank() == 0:
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("limit", chosen(["signal", "time"], few=["signal"]))
 @pytest.mark.parametrize("script", ["srun", "hvdlite-run"])
 def test_a_job_saves_on_all_ranks_before_its_time_limit_and_goes_on_in_the_queue(script, limit, slurm, tmp_path):
@@ -449,17 +464,20 @@ os.write(1, f"{sorted(hvd.allgather_object(hvd.rank()))}\\n".encode())  # whole,
 SECRET = "0123456789abcdef0123456789abcdef"
 
 
+@pytest.mark.night
 def test_ranks_of_torchrun_meet_with_a_secret_of_the_users_own(tmp_path):
     code, out, err = run(TORCHRUN, tmp_path, GREET, HVDLITE_SECRET=SECRET)
     assert (code, out) == (0, "[0, 1, 2]\n" * 3), err
 
 
+@pytest.mark.night
 def test_a_rank_with_another_secret_is_an_error_everywhere_before_anything_is_connected(tmp_path):
     code, _, err = run(TORCHRUN, tmp_path, GREET, HVDLITE_SECRET=SECRET, SECRET_OF_RANK_1=SECRET[::-1])
     assert code != 0
     assert "HVDLITE_SECRET to the same value for every rank" in err
 
 
+@pytest.mark.night
 def test_mpirun_carries_the_secret_itself_and_the_users_counts_where_there_is_one(tmp_path):
     for env in ({}, {"HVDLITE_SECRET": SECRET}):
         code, out, err = run(MPICH, tmp_path, GREET, **env)

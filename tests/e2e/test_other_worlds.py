@@ -72,6 +72,7 @@ def meet_in(worlds: list[tuple[int, dict[int, int]]]) -> dict[int, Any]:
     return {process: json.loads(out) for process, (out, _) in outputs.items()}
 
 
+@pytest.mark.night
 def test_ranks_that_come_go_and_change_meet_in_other_stores_and_again_in_the_first():
     worlds = [(0, {0: 0, 1: 1}), (1, {2: 0, 0: 1, 1: 2}), (2, {2: 0, 1: 1}), (0, {0: 0, 1: 1})]
     told = meet_in(worlds)

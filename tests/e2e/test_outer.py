@@ -34,7 +34,6 @@ print("shared", shared, last < 0.5 * first)
 """
 
 
-@pytest.mark.smoke
 def test_two_hosts_of_two_ranks_share_an_anchor_and_train_apart(launch, make_lan):
     lan = make_lan("a", "b")
     job = launch("-H", "a:2,b:2", "python", "-c", TRAIN, on=lan.desk)

@@ -58,6 +58,7 @@ def test_sets_overlap_train_come_and_go_and_a_program_ends_in_peace_with_some_re
     _run(launch, tmp_path, "kept = use_sets(); print('done')")
 
 
+@pytest.mark.night
 @pytest.mark.slow
 def test_sets_of_a_second_world_over_the_programs_own_store_meet_anew(launch, tmp_path):
     body = """

@@ -31,6 +31,7 @@ def _ended_well(job) -> str:
     return out.decode()
 
 
+@pytest.mark.night
 def test_eight_ranks_meet_again_and_again(launch):
     program = (
         "import torch, hvdlite as hvd\n"
@@ -66,6 +67,7 @@ def test_a_rank_that_never_comes_to_init_is_named_at_once(launch):
     job.assert_gone()
 
 
+@pytest.mark.night
 def test_a_rank_that_comes_too_late_is_waited_for_as_long_as_was_said(launch):
     program = PRELUDE + (
         "import hvdlite as hvd\n"
@@ -97,6 +99,7 @@ def test_a_worker_that_is_killed_while_it_waits_for_a_key_is_the_cause_and_leave
     job.assert_gone()
 
 
+@pytest.mark.night
 def test_garbage_on_the_socket_disturbs_nobody(launch):
     program = PRELUDE + (
         "for garbage in (b'GET / HTTP/1.1', bytes(9), os.urandom(1 << 16), b'\\x01' * 5):\n"
@@ -113,6 +116,7 @@ def test_garbage_on_the_socket_disturbs_nobody(launch):
     assert sorted(out.splitlines()) == [f"[{rank}]<stdout>:3" for rank in range(3)]
 
 
+@pytest.mark.night
 def test_fifty_megabytes_reach_every_worker_and_come_back(launch):
     program = PRELUDE + (
         "if rank == 0:\n"
@@ -136,6 +140,7 @@ def test_neither_launcher_nor_agent_listens_for_the_network(launch):
     assert _ended_well(launch("-np", "1", *_python(program))) == "[0]<stdout>:[]\n" * 2
 
 
+@pytest.mark.night
 def test_a_long_name_of_the_temporary_directory_is_no_obstacle(launch, tmp_path):
     long = tmp_path / ("d" * 150)
     long.mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -105,14 +106,22 @@ def stands_still(data: dict) -> bool:
     return waits and (odd["state"] == "stopped" or (odd["place"] or {}).get("function") == "loads")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["sleep", "lock", "alone", "loader", "mutex"])
 def test_the_rank_that_the_others_wait_for_is_named_with_its_line(launch, hung, how):
     job, reports, file = hung(how)
-    text, data = report_of(launch, job, reports, until=stands_still)
+    source = "signal" if how == "lock" else "answer"
+    text, data = report_of(
+        # On a busy machine it may have no time to answer.
+        launch,
+        job,
+        reports,
+        until=lambda data: stands_still(data) and data["ranks"][2]["source"] == source,
+    )
     assert data["cause"]["ranks"] == [2], text
     odd = data["ranks"][2]
     assert (odd["place"]["file"], odd["place"]["line"], odd["place"]["function"]) == (str(file), line_of(how), "loads")
-    assert odd["source"] == ("signal" if how == "lock" else "answer")
+    assert odd["source"] == source
     assert f"cause: rank 2 (worker 2 on localhost, pid {odd['pid']})" in text
     assert "ranks 0-1, 3 wait for others" in text
     code, out, _ = launch("--diagnose", str(job.launcher().pid)).ended(PATIENCE_S)
@@ -127,6 +136,7 @@ def test_the_rank_that_the_others_wait_for_is_named_with_its_line(launch, hung, 
     job.assert_gone()
 
 
+@pytest.mark.night
 def test_a_stopped_rank_is_named(launch, hung):
     job, reports, _ = hung("stop")
     text, data = report_of(launch, job, reports, until=stands_still)
@@ -147,6 +157,7 @@ def test_a_job_that_stalls_is_reported_without_being_asked(hung):
     job.assert_gone()
 
 
+@pytest.mark.night
 def test_sigquit_has_a_program_that_knows_nothing_of_hvdlite_reported_by_its_processes(launch, tmp_path):
     there = tmp_path / "there"
     ignored = signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # as in a script's background job
@@ -160,6 +171,91 @@ def test_sigquit_has_a_program_that_knows_nothing_of_hvdlite_reported_by_its_pro
     job.process.send_signal(signal.SIGTERM)
     _, _, err = job.ended(PATIENCE_S)
     assert b"report 1 on 2 ranks, asked for by SIGQUIT" in err
+    job.assert_gone()
+
+
+PLAIN = """
+import sys, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+
+def load(step):
+    if step == 2 and dist.get_rank() == 1:
+        time.sleep(10000)  # HERE
+    return torch.ones(1, 4)
+
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+for step in range(3):
+    x = load(step)
+    if sys.argv[1] == "collective":
+        dist.all_reduce(x)
+    model(x).sum().backward()
+"""
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("how", ["collective", "ddp"])
+def test_a_program_of_plain_torch_distributed_is_reported_with_the_rank_that_others_wait_for(launch, tmp_path, how):
+    file = tmp_path / "train.py"
+    file.write_text(PLAIN)
+    job = launch("-np", "3", "--grace", "0", sys.executable, str(file), how, env={"OMP_NUM_THREADS": "1"})
+    wait_until(lambda: job.launcher().pid in running_jobs(), PATIENCE_S)
+    found: list[tuple[str, dict]] = []
+    line = 1 + PLAIN.partition("# HERE")[0].count("\n")
+
+    def is_named() -> bool:
+        found[:] = [ask_for_report(str(job.launcher().pid))]
+        cause, ranks = found[0][1]["cause"], found[0][1]["ranks"]
+        # While they connect, and in the steps before, the others may wait for rank 1 elsewhere.
+        is_there = len(ranks) == 3 and (ranks[1]["place"] or {}).get("line") == line
+        return is_there and cause["ranks"] == [1] and cause["waiting"] == [0, 2]
+
+    wait_until(is_named, PATIENCE_S, message=lambda: found[0][0])
+    ((text, data),) = found
+    assert data["ranks"][1]["place"] == {"file": str(file), "line": line, "function": "load"}, text
+    assert [each["source"] for each in data["ranks"]] == ["signal"] * 3
+    # Nothing says for how long they have waited.
+    assert launch("--diagnose", str(job.launcher().pid)).ended(PATIENCE_S)[0] == 4
+    job.process.send_signal(signal.SIGTERM)
+    job.ended(PATIENCE_S)
+    job.assert_gone()
+
+
+LATE = """
+import os, sys, time
+import torch
+import hvdlite as hvd
+
+def download():
+    time.sleep(10000)  # HERE
+
+# So that no rank still imports torch while the others wait.
+open("there." + os.environ["RANK"], "w").close()
+while not all(os.path.exists(f"there.{rank}") for rank in range(3)):
+    time.sleep(0.05)
+if os.environ["RANK"] == "1":
+    download()
+hvd.init()
+"""
+
+
+def test_a_rank_that_does_not_come_to_init_is_reported_with_its_line_before_the_job_ends(launch, tmp_path):
+    (tmp_path / "train.py").write_text(LATE)
+    words = ("-np", "3", "--start-timeout", "20", "--report-dir", "reports", sys.executable, "train.py")
+    job = launch(*words, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    code, _, err = job.ended(PATIENCE_S)
+    shown = err.decode()
+    assert code == 1, shown
+    assert "rank 1 on localhost did not call hvd.init() within 20 s" in shown
+    assert "hvdlite-run: report 1 on 3 ranks, since ranks have waited 15 s in hvd.init() for others\n" in shown
+    line = 1 + LATE.partition("# HERE")[0].count("\n")
+    assert re.search(rf"  cause: rank 1 \(.*\) is at .*train.py:{line} in download\n", shown), shown
+    assert re.search(r"  ranks 0, 2 wait for others, for 1\d s, in hvd.init\(\)\n", shown), shown
+    data = json.loads((tmp_path / "reports" / "report-1.json").read_text())
+    assert (data["verdict"], data["cause"]["ranks"]) == ("stands still", [1])
     job.assert_gone()
 
 
@@ -190,6 +286,7 @@ while True:
 """
 
 
+@pytest.mark.night
 def test_of_64_ranks_all_answer_before_a_report_is_closed(launch):
     job = launch("-np", "64", "--grace", "0", sys.executable, "-ISc", ANSWERS)
     wait_until(lambda: job.launcher().pid in running_jobs())
@@ -204,6 +301,7 @@ def test_of_64_ranks_all_answer_before_a_report_is_closed(launch):
     job.assert_gone()
 
 
+@pytest.mark.night
 @pytest.mark.skipif(why_there_are_none() is not None, reason="only root can mount a small file system")
 def test_a_full_directory_is_told_once_and_the_job_goes_on(launch, tmp_path):
     reports, over = tmp_path / "reports", tmp_path / "over"
@@ -221,4 +319,6 @@ def test_a_full_directory_is_told_once_and_the_job_goes_on(launch, tmp_path):
     finally:
         subprocess.run(["umount", "--lazy", str(reports)], check=True)
     assert code == 0
-    assert err.decode() == f"hvdlite-run: --report-dir {reports}: reports are not written: No space left on device\n"
+    (said,) = err.decode().splitlines()
+    assert said.startswith(f"hvdlite-run: --report-dir {reports}: reports are not written: no space or no inodes left")
+    assert said.endswith(". The job goes on")

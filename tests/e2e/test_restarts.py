@@ -7,12 +7,15 @@ import signal
 from e2e.conftest import ready, wait_until
 
 RESTART = ("--on-failure", "restart")
-# Ends well in the second restart.
-TWICE = "echo count $TORCHELASTIC_RESTART_COUNT; test $TORCHELASTIC_RESTART_COUNT = 2 || exit 5"
+# Ends well in the second restart. No rank ends before both have written.
+TWICE = (
+    "n=$TORCHELASTIC_RESTART_COUNT; echo count $n; touch there.$n.$HVDLITE_RANK; "
+    "until [ -e there.$n.0 ] && [ -e there.$n.1 ]; do sleep 0.01; done; test $n = 2 || exit 5"
+)
 
 
-def test_a_command_that_fails_twice_is_started_three_times_and_the_job_ends_well(launch):
-    job = launch("-np", "2", *RESTART, "sh", "-c", TWICE)
+def test_a_command_that_fails_twice_is_started_three_times_and_the_job_ends_well(launch, tmp_path):
+    job = launch("-np", "2", *RESTART, "sh", "-c", TWICE, cwd=tmp_path)
     code, out, err = job.ended()
     assert code == 0, err
     assert set(out.decode().splitlines()) == {f"[{r}]<stdout>:count {n}" for r in (0, 1) for n in (0, 1, 2)}

@@ -96,6 +96,7 @@ told(lambda: train(model, sgd(model), rank, 3, at_step=fail))
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("end", "code"), [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("os._exit(0)", 0)]
 )
@@ -160,6 +161,7 @@ print(kind(), "right", flush=True)
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("options", "engine", "lines"),
     [
@@ -183,6 +185,7 @@ def test_too_little_shared_memory_is_told_in_a_line_and_the_result_is_right(laun
         assert "/dev/shm" in line
 
 
+@pytest.mark.night
 def test_no_directory_for_shared_memory_at_all_is_told_too(launch, with_shm):
     hidden = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 && '
               'mknod -m 444 /dev/urandom c 1 9 && exec "$@"', "sh"]  # fmt: skip
@@ -192,6 +195,7 @@ def test_no_directory_for_shared_memory_at_all_is_told_too(launch, with_shm):
     assert "/dev/shm: No such file or directory" in err
 
 
+@pytest.mark.night
 def test_ranks_that_cannot_see_each_others_processes_do_without_it(launch, with_shm):
     """As in separate containers, or on two machines."""
     apart = ["unshare", "-p", "-f", "--mount-proc", "--kill-child"]
@@ -308,6 +312,7 @@ print("done", flush=True)
     assert out.count("done") == 2
 
 
+@pytest.mark.night
 def test_powersgd_over_it_is_what_it_is_over_gloo(launch):
     """PowerSGD's hook communicates and waits in callbacks of futures."""
     program = (

@@ -49,6 +49,7 @@ def run(at, signum, *words):
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("words", [["--version"], ["-np", "2", "--dry-run"]], ids=" ".join)
 def test_a_signal_while_it_is_imported_is_one_line_whatever_is_imported_just_then(signum, words):
@@ -63,6 +64,7 @@ def test_a_signal_while_it_is_imported_is_one_line_whatever_is_imported_just_the
         assert (ended.returncode, ended.stderr) == (128 + signum, said), at
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_when_all_is_done_is_no_traceback(signum):
     for words in (["--version"], ["-np", "1", "true"]):

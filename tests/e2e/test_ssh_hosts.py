@@ -15,7 +15,7 @@ from pathlib import Path
 import hvdlite_launcher.version
 import psutil
 import pytest
-from e2e.conftest import PATIENCE_S, TEARDOWN_S, assert_clean, ready, wait_until
+from e2e.conftest import PATIENCE_S, TEARDOWN_S, assert_clean, is_called, ready, wait_until
 from hvdlite_launcher.wire.channel import SILENCE_S
 
 pytestmark = pytest.mark.slow
@@ -86,7 +86,7 @@ def program(tmp_path, text):
 
 def succeeded(job):
     """Returns the lines of the job's output, sorted; asserts that the job succeeded."""
-    code, out, err = job.ended(timeout_s=120)
+    code, out, err = job.ended()
     assert code == 0, err.decode()
     return sorted(out.decode().splitlines())
 
@@ -110,6 +110,7 @@ def test_ranks_fill_the_hosts_in_order(launch, make_lan):
     assert_clean(lan)
 
 
+@pytest.mark.night
 def test_a_machine_under_several_names_is_one_host(launch, make_lan):
     lan = make_lan("a", "b")
     words = ["-H", f"a:1,root@a:2,b:1,{lan.hosts[0].address}:1"]
@@ -121,6 +122,7 @@ def test_a_machine_under_several_names_is_one_host(launch, make_lan):
     assert f"their slots are added there: root@a, {lan.hosts[0].address}" in err.decode()
 
 
+@pytest.mark.night
 def test_the_launcher_s_own_machine_can_be_one_of_the_hosts(launch, make_lan, tmp_path):
     lan = make_lan("a", "b")
     a = lan.hosts[0]
@@ -149,6 +151,7 @@ def test_a_command_and_an_environment_arrive_as_they_are(launch, make_lan):
     ]
 
 
+@pytest.mark.night
 def test_the_variable_pwd_is_the_working_directory_on_every_host(launch, make_lan, tmp_path):
     lan = make_lan("a", "b")
     link = tmp_path / "link"
@@ -169,6 +172,7 @@ def losses(lines):
     return re.search(r"training loss (\S+), test loss (\S+) after", result).groups()
 
 
+@pytest.mark.night
 def test_digits_train_to_the_same_losses_on_one_two_and_three_hosts(launch, make_lan):
     lan = make_lan("a", "b", "c", interfaces=("lan0", "ens7", "enp0s31f6"), decoy=True)
     digits = [sys.executable, str(DIGITS), "--epochs", "2"]
@@ -178,6 +182,7 @@ def test_digits_train_to_the_same_losses_on_one_two_and_three_hosts(launch, make
     assert losses(succeeded(launch("-H", "a,b,c", *digits, env=env, on=lan.desk))) == alone
 
 
+@pytest.mark.night
 def test_hosts_with_ipv6_alone_train(launch, make_lan, tmp_path):
     lan = make_lan("a", "b", interfaces=("lan0", "ens7"), ipv6=True)
     spec = ",".join(f"{host.spec}:1" for host in lan.hosts)
@@ -185,6 +190,7 @@ def test_hosts_with_ipv6_alone_train(launch, make_lan, tmp_path):
     assert lines == ["[0]<stdout>:0.5 on a by lan0", "[1]<stdout>:0.5 on b by ens7"]
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("ipv6", [False, True])
 def test_a_program_of_torch_distributed_alone_runs_as_under_torchrun(launch, make_lan, tmp_path, ipv6):
     lan = make_lan("a", "b", interfaces=("lan0", "ens7"), ipv6=ipv6)
@@ -228,6 +234,7 @@ def test_a_firewall_that_rejects_connections_between_hosts_is_named_with_the_che
     assert_clean(lan)
 
 
+@pytest.mark.night
 def test_a_launcher_that_stood_still_for_too_long_says_so(launch, make_lan):
     lan = make_lan("a", "b")
     job = ready(launch("-H", "a,b", "sh", "-c", "echo ready; exec sleep 1000", on=lan.desk))
@@ -284,6 +291,7 @@ def test_nothing_of_the_environment_s_secrets_is_seen_but_by_the_workers(launch,
         "-x", "TOKEN", "--verbose", "-H", "a:2,b:1", "sh", "-c", "echo ready; exec sleep 1000", env=env, on=lan.desk
     )
     ready(job, 3)
+    wait_until(lambda: sum(is_called(each, "sleep") for host in lan.hosts for each in host.processes()) == 3)
     holders = set()
     for pid in psutil.pids():
         try:
@@ -331,6 +339,7 @@ def test_port_key_and_further_words_for_ssh_can_be_given(launch, make_lan, tmp_p
     assert succeeded(launch(f"--ssh-args={words}", "-H", "root@a", "sh", "-c", WHO, on=lan.desk)) == there
 
 
+@pytest.mark.night
 def test_another_program_can_take_ssh_s_place(launch, make_lan, tmp_path):
     lan = make_lan("a")
     instead = tmp_path / "kubexec"
@@ -400,7 +409,7 @@ def test_a_host_that_accepts_connections_and_says_nothing_is_named_in_time(launc
 
 def test_a_port_where_nobody_listens_is_told(launch, make_lan):
     lan = make_lan("a", "b", ports=(22, 2222))
-    err = failed(launch("--start-timeout", "3", "-H", "a,b", "true", on=lan.desk))
+    err = failed(launch("--start-timeout", "15", "-H", "a,b", "true", on=lan.desk))
     assert re.search(r"^hvdlite-run: b: .*Connection refused.*-p.*--start-timeout", err, re.MULTILINE), err
     assert err.count("waiting for b: connection refused") == 1, err
 
@@ -432,6 +441,7 @@ def test_a_host_without_hvdlite_is_named_with_what_to_do(launch, make_lan):
     )
 
 
+@pytest.mark.night
 def test_a_host_without_the_launchers_python_is_told_which_path_is_missing(launch, make_lan):
     lan = make_lan("a", "b")
     lan.hosts[1].hide(Path(sys.executable).parent)
@@ -491,6 +501,7 @@ def test_standard_input_reaches_rank_0_on_another_host(launch, make_lan):
     assert sorted(out.splitlines()) == [b"[0]<stdout>:3000000", b"[1]<stdout>:0"]
 
 
+@pytest.mark.night
 def test_a_flood_of_output_from_all_hosts_is_complete(launch, make_lan, tmp_path):
     lan = make_lan("a", "b")
     flood = "import sys; sys.stdout.writelines(f'{i}\\n' for i in range(200_000)); sys.stderr.write('done\\n')"
@@ -507,6 +518,7 @@ def test_a_flood_of_output_from_all_hosts_is_complete(launch, make_lan, tmp_path
     assert err.count(b"<stderr>:done\n") == 3
 
 
+@pytest.mark.night
 def test_a_screen_that_stands_still_for_a_while_neither_ends_the_job_nor_loses_a_line(launch, make_lan):
     lan = make_lan("a", "b")
     flood = "import sys; sys.stdout.writelines(f'{i}\\n' for i in range(500_000))"
@@ -539,6 +551,7 @@ def test_ctrl_c_is_heard_while_hosts_are_still_waited_for(launch, make_lan):
     failed(job, 130)
 
 
+@pytest.mark.night
 def test_a_large_environment_and_a_long_command_arrive(launch, make_lan):
     lan = make_lan("a")
     env = {f"LARGE{i}": str(i) * 100_000 for i in range(8)}
@@ -547,6 +560,7 @@ def test_a_large_environment_and_a_long_command_arrive(launch, make_lan):
     assert succeeded(job) == ["[0]<stdout>:100000 800000"]
 
 
+@pytest.mark.night
 def test_ranks_of_one_host_elsewhere_meet(launch, make_lan, tmp_path):
     lan = make_lan("a", interfaces=("lan0",))
     lines = succeeded(launch("-H", "a:2", *program(tmp_path, AVERAGE), on=lan.desk))
@@ -563,6 +577,7 @@ def test_the_exit_code_and_the_last_words_of_a_worker_elsewhere_are_told(launch,
     assert err.rstrip().endswith("no more batteries")
 
 
+@pytest.mark.night
 def test_two_jobs_on_the_same_hosts_do_not_touch_each_other(launch, make_lan, tmp_path):
     lan = make_lan("a", "b")
     over = tmp_path / "over"
@@ -604,7 +619,7 @@ for options in {}, {"hierarchical": False}:
 
 def test_a_host_with_two_ranks_sends_what_one_rank_would(launch, make_lan):
     lan = make_lan("a", "b")
-    code, out, err = launch("-H", "a:2,b:2", sys.executable, "-c", TWO_LEVELS, on=lan.desk).ended(120)
+    code, out, err = launch("-H", "a:2,b:2", sys.executable, "-c", TWO_LEVELS, on=lan.desk).ended()
     assert code == 0, err.decode()
     told = sorted(float(times) for times in re.findall(rb"times the gradients: (\S+)", out))
     assert len(told) == 4

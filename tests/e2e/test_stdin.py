@@ -44,6 +44,7 @@ def test_lines_arrive_as_they_are_typed(launch):
     assert job.ended()[0] == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reads", ["exec <&-", "head -c 1"], ids=["nothing", "one byte"])
 def test_a_job_ends_though_its_input_does_not(launch, reads):
     read_end, write_end = os.pipe()

@@ -53,21 +53,30 @@ logging.getLogger("hvdlite").addHandler(Warnings())
 torch.manual_seed(0)
 model = Model()
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
-warned = False
-while not warned:
+
+def is_named():
+    if not any(f"rank {slow} " in line and f"longest in {phase}:" in line for line in Warnings.lines):
+        return False
+    pace = hvd.stragglers()[0]
+    return (pace.rank, pace.phase) == (slow, phase)
+
+# On a busy machine the other rank may be named before, if it had no processor for seconds.
+named = False
+while not named:
     for step, x in enumerate(torch.utils.data.DataLoader(Images(), batch_size=1)):
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 10 == 9 and (warned := hvd.broadcast_object(bool(Warnings.lines), root_rank=0)):
+        if step % 10 == 9 and (named := hvd.broadcast_object(hvd.rank() == 0 and is_named(), root_rank=0)):
             break
 if hvd.rank() == 0:
     pace = hvd.stragglers()[0]
     print(pace.rank, pace.phase)
-    print(Warnings.lines[0])
+    print(*Warnings.lines, sep="\\n")
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("phase", "slow"), [("data", 1), ("forward", 0)])
 def test_a_slow_rank_is_named_with_its_phase(launch, tmp_path, phase, slow):
     program = tmp_path / "program.py"
@@ -80,6 +89,7 @@ def test_a_slow_rank_is_named_with_its_phase(launch, tmp_path, phase, slow):
     assert f"It takes longest in {phase}:" in shown
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("seed", chosen(range(5), few=[0]))
 def test_in_each_trial_the_slow_rank_and_its_phase_are_named(launch, seed):
     size = 2 + seed % 2
@@ -115,6 +125,7 @@ if hvd.rank() == 0:
 """
 
 
+@pytest.mark.night
 def test_a_slow_link_makes_all_ranks_wait_and_none_a_straggler(launch, make_lan, tmp_path):
     lan = make_lan("a", "b")
     lan.shape("40mbit")  # 0.2 s for each megabyte of gradients

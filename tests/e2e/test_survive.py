@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from long_run import chosen
 
 pytestmark = pytest.mark.slow
 
@@ -123,18 +124,20 @@ def batch(worker: int, step: int, of_pass: int = 0) -> torch.Tensor:
     return torch.randn(4, 12, generator=generator, dtype=torch.float64)
 
 
-def by_one_process(died: str, size: int = 3, passes: int = 1, lr=lambda alive: 0.1) -> list[torch.Tensor]:
+def by_one_process(
+    died: str, size: int = 3, passes: int = 1, lr=lambda alive: 0.1, make=model_of
+) -> list[torch.Tensor]:
     """The parameters after training in one process, where each step has the batches of those whose gradients count."""
     deaths, steps = deaths_of(died), []
     for step in range(STEPS):
         gone = {worker for worker, at, point in deaths if at < step or (at == step and point not in IS_IN)}
         steps.append([worker for worker in range(size) if worker not in gone])
-    return on_batches_of(steps, passes, lr)
+    return on_batches_of(steps, passes, lr, make)
 
 
-def on_batches_of(steps: list[list[int]], passes: int = 1, lr=lambda alive: 0.1) -> list[torch.Tensor]:
+def on_batches_of(steps: list[list[int]], passes: int = 1, lr=lambda alive: 0.1, make=model_of) -> list[torch.Tensor]:
     """The parameters after training in one process, where ``steps`` has the workers whose batches are in each step."""
-    model = model_of()
+    model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step, alive in enumerate(steps):
         optimizer.param_groups[0]["lr"] = lr(len(alive))
@@ -154,8 +157,14 @@ def assert_all_have(expected: list[torch.Tensor], survivors: dict[int, list[torc
         assert torch.allclose(own, right, rtol=0, atol=within), (own - right).abs().max()
 
 
-@pytest.mark.parametrize("point", ["begin", "hook", "reduce", "vote", "voted", "end"])
-@pytest.mark.parametrize("worker", [0, 2])
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    ("worker", "point"),
+    chosen(
+        [(worker, point) for worker in (0, 2) for point in ("begin", "hook", "reduce", "vote", "voted", "end")],
+        [(0, "begin"), (2, "hook"), (2, "reduce"), (0, "reduce"), (0, "vote"), (2, "voted"), (0, "end")],
+    ),
+)
 def test_the_others_finish_the_step_in_which_a_worker_is_killed(launch, tmp_path, worker, point):
     died = f"{worker}:4:{point}"
     survivors, _, err = survivors_of(launch, tmp_path, PLAIN, died)
@@ -174,12 +183,92 @@ def test_workers_may_be_killed_one_after_the_other_until_one_is_left(launch, tmp
     assert "generation 4: 1 rank" in err
 
 
-@pytest.mark.parametrize("points", [("reduce", "reduce"), ("vote", "vote"), ("hook", "vote"), ("voted", "voted")])
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "points",
+    chosen(
+        [("reduce", "reduce"), ("vote", "vote"), ("hook", "vote"), ("voted", "voted")],
+        [("hook", "vote"), ("vote", "vote")],
+    ),
+)
 def test_two_workers_may_be_killed_in_the_same_step(launch, tmp_path, points):
     died = f"0:4:{points[0]},2:4:{points[1]}"
     survivors, _, _ = survivors_of(launch, tmp_path, PLAIN, died, size=4)
     assert survivors.keys() == {1, 3}
     assert_all_have(by_one_process(died, size=4), survivors)
+
+
+CANNOT_REPEAT = """
+from hvdlite.shm.shm_engine import ShmEngine
+
+ShmEngine.cannot_repeat = {"cpu": "the engine of this test"}
+"""
+
+
+# Worker 2 is lost when worker 1 has ended its last step, and before worker 0 has heard of the end of the vote.
+LAST_VOTE = """
+import time
+from pathlib import Path
+from hvdlite.comm.group import Group
+
+there, all_reduce = Path(os.environ["THERE"]), Group.all_reduce
+
+
+def wait_for(name):
+    while not (there / name).exists():
+        time.sleep(0.01)
+
+
+def maybe_die(point):
+    if point == "voted" and number == 8:
+        if worker == 1:
+            (there / "voted").touch()
+        elif worker == 2:
+            wait_for("voted")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def all_reduce_but_the_last_vote(group, tensor, what, *more):
+    work = all_reduce(group, tensor, what, *more)
+    if not what.startswith("the end of a step") or number < 8 or group.size < 3:
+        return work
+    work.wait()
+    # Nobody joins this one, so it ends with the loss.
+    try:
+        all_reduce(group, tensor, what, *more).wait()
+    finally:
+        (there / "lost").touch()
+
+
+if worker == 0:
+    Group.all_reduce = all_reduce_but_the_last_vote
+"""
+
+
+def test_a_worker_in_the_last_step_uses_the_averages_with_which_another_has_ended(launch, tmp_path):
+    body = LAST_VOTE + PLAIN + "if worker == 1: wait_for('lost')"
+    params, out, _ = survivors_of(launch, tmp_path, body, "", env={"THERE": str(tmp_path)})
+    assert params.keys() == {0, 1}
+    assert "end 0 0 1" in out
+    assert all(torch.equal(own, others) for own, others in zip(params[0], params[1], strict=True))
+
+
+def test_where_the_engine_cannot_average_gradients_again_the_others_discard_the_step(launch, tmp_path):
+    """As over NCCL. The second to die has voted, so that it is the next step that is discarded."""
+    died = "1:3:reduce,0:5:voted"
+    survivors, _, err = survivors_of(launch, tmp_path, CANNOT_REPEAT + PLAIN, died, size=4)
+    assert survivors.keys() == {2, 3}
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in [0, 1, 2, 4, 5, 7, 8]:
+        optimizer.zero_grad()
+        alive = (0, 1, 2, 3) if step < 3 else (0, 2, 3) if step < 6 else (2, 3)
+        for worker in alive:
+            (model(batch(worker, step)).square().mean() / len(alive)).backward()
+        optimizer.step()
+    assert_all_have([param.detach() for param in model.parameters()], survivors)
+    assert "is discarded on all ranks, and changes no parameter: the engine of this test cannot average" in err
+    assert "The batches of 2 ranks are lost" in err
 
 
 # Each worker has a batch of another size.
@@ -197,6 +286,7 @@ trained(model)
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("point", ["hook", "vote", "voted"])
 def test_averages_by_weight_are_those_of_the_samples_of_the_workers_that_are_left(launch, tmp_path, point):
     died = f"2:4:{point}"
@@ -232,6 +322,7 @@ survival.Survival.begin = begin
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("second", ["before the reports", "after the reports"])
 @pytest.mark.parametrize("first", ["reduce", "voted"])
 def test_a_second_worker_may_be_killed_while_the_others_settle_what_became_of_the_step(launch, tmp_path, first, second):
@@ -258,19 +349,28 @@ def maybe_die(point):
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("died", "how"), [("0:4:reduce", "stop"), ("2:4:vote", "stop"), ("0:4:hook", "hang"), ("2:4:voted", "hang")]
+    ("died", "how"),
+    chosen(
+        [("0:4:reduce", "stop"), ("2:4:vote", "stop"), ("0:4:hook", "hang"), ("2:4:voted", "hang")],
+        [("2:4:vote", "stop"), ("0:4:hook", "hang")],
+    ),
 )
 def test_a_worker_that_no_longer_responds_is_ended_and_the_others_finish_the_step(launch, tmp_path, died, how):
-    flags = ["--on-failure", "shrink", "--hang-timeout", "10"]
+    flags = ["--on-failure", "shrink", "--hang-timeout", "14"]
     survivors, _, err = survivors_of(launch, tmp_path, STOPS_OR_HANGS + PLAIN, died, flags=flags, env={"HOW": how})
     assert survivors.keys() == {0, 1, 2} - {int(died[0])}
     assert_all_have(by_one_process(died), survivors)
     assert (
-        f"worker {died[0]} (rank {died[0]} on localhost) was ended: it did not respond for 10 s (--hang-timeout)" in err
+        f"worker {died[0]} (rank {died[0]} on localhost) was ended: it did not respond for 14 s (--hang-timeout)" in err
     )
+    # Before that a report says where it stands.
+    assert re.search(rf"report 1 on 3 ranks, since rank {died[0]} has not responded for \d+ s\n", err), err
+    assert re.search(rf"  cause: rank {died[0]} .*{'in maybe_die' if how == 'hang' else 'is stopped'}", err), err
 
 
+@pytest.mark.night
 def test_one_worker_after_the_other_may_be_killed_in_the_same_settlement(launch, tmp_path):
     died = "0:4:reduce"
     env = {"SECOND": "before the reports", "LAST": "4"}
@@ -280,6 +380,106 @@ def test_one_worker_after_the_other_may_be_killed_in_the_same_settlement(launch,
     assert "generation 6: 2 ranks" in err
 
 
+# Buckets that the ranks sum where they lie: each reduces a part, and writes it into the memory of all. A worker may be
+# killed when another has half of its part, when it has written all, and when all have all.
+LARGE = """
+import hvdlite.shm.reductions as reductions
+from hvdlite.shm.control_block import REDUCED
+
+made = lambda: torch.nn.Sequential(torch.nn.Linear(12, 300), torch.nn.Tanh(), torch.nn.Linear(300, 90)).double()
+usual = reductions.AllReduce._sum_where_they_lie
+
+
+class Dies:
+    def __init__(self, arithmetic):
+        self.arithmetic = arithmetic
+
+    def into(self, terms, total):
+        self.arithmetic.into(terms, total)
+        terms[1][: len(total) // 2].copy_(total[: len(total) // 2])
+        maybe_die("sum")
+
+
+def sum_and_maybe_die(self):
+    arithmetic, peers = self._arithmetic, self._operation.peers
+    self._arithmetic = Dies(arithmetic)
+    usual(self)
+    self._arithmetic = arithmetic
+    maybe_die("written")
+    advance = peers.advance
+
+    def advance_and_maybe_die(counter, value):
+        advance(counter, value)
+        del peers.advance
+        maybe_die("reduced")
+
+    peers.advance = advance_and_maybe_die
+
+
+reductions.AllReduce._sum_where_they_lie = sum_and_maybe_die
+torch.manual_seed(0)
+model = made()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = with_points(hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters()))
+for number in range(9):
+    optimizer.zero_grad()
+    model(batch(number)).square().mean().backward()
+    optimizer.step()
+trained(model)
+"""
+
+
+def large() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(12, 300), torch.nn.Tanh(), torch.nn.Linear(300, 90)).double()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("point", ["sum", "written", "reduced"])
+def test_a_worker_may_be_killed_while_it_writes_sums_into_the_memory_of_the_others(launch, tmp_path, point):
+    survivors, _, err = survivors_of(launch, tmp_path, LARGE, f"1:4:{point}")
+    assert survivors.keys() == {0, 2}
+    assert "worker 1 (rank 1 on localhost) was killed by SIGKILL" in err
+    assert_all_have(by_one_process(f"1:4:{point}", make=large), survivors)
+
+
+# In the second generation worker 1 is killed when it has told the others its address, and before gloo connects it to
+# them. They would wait for it for as long as the test waits for them.
+DIES_AS_IT_CONNECTS = """
+import os, signal
+from datetime import timedelta
+import hvdlite.runtime.elastic_world as elastic_world
+from hvdlite.rendezvous.launcher_store import LauncherStore
+from hvdlite.rendezvous.store_client import StoreRequest
+
+elastic_world._GENERATION_LIMIT = timedelta(hours=1)
+ask = LauncherStore._ask
+
+
+def ask_or_die(store, operation, keys, *arguments):
+    is_gloo = operation is StoreRequest.GET and keys[0].startswith("world2/0//cpu/")
+    if is_gloo and os.environ["HVDLITE_WORKER"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ask(store, operation, keys, *arguments)
+
+
+LauncherStore._ask = ask_or_die
+"""
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("first", ["reduce", "voted"])
+def test_a_second_worker_may_be_killed_while_the_others_connect_to_it(launch, tmp_path, first):
+    body = DIES_AS_IT_CONNECTS + PLAIN
+    survivors, _, err = survivors_of(launch, tmp_path, body, f"3:4:{first}", size=4)
+    assert survivors.keys() == {0, 2}
+    # Its gradients are in the step's average, if all had the averages.
+    died = f"3:4:{first},1:4:{'voted' if first == 'voted' else 'reduce'}"
+    assert_all_have(by_one_process(died, size=4), survivors)
+    assert "generation 3: 2 ranks; worker 1 (rank 1 on localhost) was killed by SIGKILL" in err
+
+
+@pytest.mark.night
 @pytest.mark.parametrize("wire", ["fp16", "bf16"])
 def test_gradients_sent_in_16_bits_are_cast_anew_for_the_ranks_that_are_left(launch, tmp_path, wire):
     survivors, _, _ = survivors_of(launch, tmp_path, PLAIN, "1:4:reduce", env={"COMPRESSION": wire})
@@ -306,6 +506,7 @@ trained(model)
 """
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("point", ["reduce", "vote"])
 def test_sums_of_several_passes_are_kept_too(launch, tmp_path, point):
     died = f"1:4:{point}"
@@ -340,6 +541,7 @@ trained(model)
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("point", ["reduce", "vote"])
 def test_sparse_and_unused_parameters_are_averaged_over_those_that_are_left(launch, tmp_path, point):
     survivors, _, _ = survivors_of(launch, tmp_path, UNUSED_AND_SPARSE, f"1:4:{point}")
@@ -374,6 +576,7 @@ trained(torch.nn.ModuleList([first, second]))
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("died", ["0:4:vote", "0:4:voted", "0:104:hook", "0:104:vote", "0:104:voted"])
 def test_each_of_two_optimizers_knows_how_far_its_step_is(launch, tmp_path, died):
     survivors, _, _ = survivors_of(launch, tmp_path, TWO_OPTIMIZERS, died)
@@ -409,6 +612,7 @@ trained(model)
 """
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("point", ["hook", "vote", "voted"])
 def test_averages_that_are_clipped_between_synchronize_and_step_are_those_of_one_process(launch, tmp_path, point):
     died = f"1:4:{point}"
@@ -462,6 +666,7 @@ trained(model)
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("point", ["hook", "vote", "voted"])
 def test_an_elastic_function_goes_on_without_being_called_again_and_its_callbacks_run(launch, tmp_path, point):
     died = f"1:4:{point}"
@@ -527,10 +732,10 @@ def train(state):
     global number, computed
     while state.batch < 9:
         number = state.batch
-        optimizer.zero_grad()
         model(batch(number)).square().mean().backward()
         computed += 1
         optimizer.step()
+        optimizer.zero_grad()
         state.batch += 1
         state.commit()
 
@@ -553,6 +758,7 @@ def test_below_min_np_the_others_keep_their_gradients_until_replacements_are_the
     assert sorted(re.findall("computed (.*)", out)) == ["2 9", "3 4", "4 4"]
 
 
+@pytest.mark.night
 def test_below_min_np_the_step_is_begun_again_with_replacements_where_process_sets_need_them(launch, tmp_path):
     flags = ("--min-np", "3", "--on-failure", "replace")
     env = {"SETS": "1"}
@@ -563,6 +769,18 @@ def test_below_min_np_the_step_is_begun_again_with_replacements_where_process_se
 
 
 OWN_COLLECTIVE = """
+import time
+from hvdlite.comm.group import Group
+
+def with_death(method):
+    def die_or_begin(group, *arguments):
+        if os.environ["WHERE"] == "in it" and any("of the program" in str(each) for each in arguments):
+            maybe_die("end")
+        return method(group, *arguments)
+
+    return die_or_begin
+
+Group.all_reduce, Group.all_reduce_into = map(with_death, [Group.all_reduce, Group.all_reduce_into])
 model = made()
 optimizer = wrapped(model)
 raised = 0
@@ -570,19 +788,32 @@ for number in range(9):
     optimizer.zero_grad()
     model(batch(number)).square().mean().backward()
     optimizer.step()
-    maybe_die("end")
+    if os.environ["WHERE"] == "before it":
+        passed = [os.environ["RESULTS"] + f"/../passed.{each}.{number}" for each in range(3)]
+        open(passed[worker], "w").close()
+        # Others that hear of the loss before they have heard of the end of the step would average it again.
+        while worker == 1 and number == 4 and not all(map(os.path.exists, passed)):
+            time.sleep(0.01)
+        maybe_die("end")
     try:
         hvd.allreduce(torch.ones(3), name="of the program")
     except hvd.PeerLostError:
         raised += 1
+        # A rank that calls it when the other has gone on hears that this one has ended, which is no loss.
+        have_raised = [os.environ["RESULTS"] + f"/../raised.{each}" for each in (0, 2)]
+        open(have_raised[worker // 2], "w").close()
+        while not all(map(os.path.exists, have_raised)):
+            time.sleep(0.01)
 assert raised == 1, raised
 trained(model)
 """
 
 
-def test_a_collective_of_the_program_raises_once_on_every_rank_and_the_next_step_goes_on(launch, tmp_path):
+# In it: all ranks have called it, so that the others wait in their engines.
+@pytest.mark.parametrize("where", ["before it", "in it"])
+def test_a_collective_of_the_program_raises_once_on_every_rank_and_the_next_step_goes_on(launch, tmp_path, where):
     died = "1:4:end"
-    survivors, _, _ = survivors_of(launch, tmp_path, OWN_COLLECTIVE, died)
+    survivors, _, _ = survivors_of(launch, tmp_path, OWN_COLLECTIVE, died, env={"WHERE": where})
     assert_all_have(by_one_process(died), survivors)
 
 
@@ -616,6 +847,7 @@ def test_what_cannot_survive_is_refused_by_name(launch, tmp_path):
     assert len(survivors) == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["flag", "variable"])
 def test_a_job_whose_ranks_cannot_change_is_told_how_to_start_it(launch, how):
     flags, env = (["--survive"], {}) if how == "flag" else ([], {"HVDLITE_SURVIVE": "1"})
@@ -627,6 +859,7 @@ def test_a_job_whose_ranks_cannot_change_is_told_how_to_start_it(launch, how):
     job.assert_gone()
 
 
+@pytest.mark.night
 def test_a_bug_on_all_ranks_ends_the_job_with_its_traceback(launch, tmp_path):
     body = PLAIN.replace('maybe_die("begin")', "1 / (3 - number)")
     program = PROGRAM + body
@@ -666,6 +899,7 @@ trained(model)
 """
 
 
+@pytest.mark.night
 def test_the_ranks_that_are_left_use_the_memory_that_they_have(launch, tmp_path):
     _, out, _ = survivors_of(launch, tmp_path, COUNTS_MEMORY, "1:3:reduce", size=4)
     lines = re.findall(r"(mapped|places) (\d+) (\d+) (.*)", out)

@@ -121,6 +121,7 @@ def assert_each_sample_is_in_one_step(steps) -> None:
         assert drawn.total() - LENGTH <= (6 if epoch == 1 else 2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("died", "plain"), [("1:3:begin", False), ("1:2:vote", False), ("1:4:begin", True)])
 def test_the_others_train_what_the_lost_worker_had_left_in_the_same_epoch(launch, tmp_path, died, plain):
     steps = steps_of(launch, tmp_path, died, "--on-failure", "shrink", plain=plain)
@@ -128,6 +129,7 @@ def test_the_others_train_what_the_lost_worker_had_left_in_the_same_epoch(launch
     assert {size for size, _ in steps[2][max(steps[2])].values()} == {2}
 
 
+@pytest.mark.night
 def test_a_replacement_that_joins_in_the_same_epoch_trains_nothing_again(launch, tmp_path):
     steps = steps_of(launch, tmp_path, "1:2:begin", "--on-failure", "replace", waits=True)
     assert_each_sample_is_in_one_step(steps)

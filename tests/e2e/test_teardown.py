@@ -124,6 +124,7 @@ def test_launcher_and_agent_killed_with_9_together_leave_nothing(launch, time):
     job.assert_gone()
 
 
+@pytest.mark.few(1)
 @LINUX_ONLY
 @pytest.mark.parametrize("and_launcher", [False, True], ids=["remote parent", "remote parent and launcher"])
 def test_a_remote_parent_killed_with_9_takes_all_along(launch, and_launcher):
@@ -166,6 +167,7 @@ def test_a_daemon_that_a_worker_leaves_ends_with_the_job(launch, time):
     job.assert_gone()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_term_and_hup_end_the_job(launch, signum, code):
     job = ready(launch("-np", "2", "sh", "-c", SLEEP))

@@ -42,6 +42,7 @@ if end != "well":
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("end", "expected"), [("well", 0), ("raises", 1), ("killed", 128 + 9)])
 def test_however_a_rank_ends_it_is_told_what_all_of_them_did(launch, tmp_path, end, expected):
     program, path = tmp_path / "program.py", tmp_path / "timeline.json"
@@ -69,3 +70,22 @@ def events_of(path: Path, rank: int) -> list[Span]:
     """Returns the events of the timeline, or of the rank's part if rank 0 has ended before it joined the parts."""
     part = path.with_name(f"{path.name}.rank.{rank}.part")
     return read_part(part) if part.exists() else read_events(path)
+
+
+REMOVES_ITS_DIRECTORY = """
+import os, shutil
+import hvdlite as hvd
+shutil.rmtree(os.path.dirname(os.environ["HVDLITE_TIMELINE"]), ignore_errors=True)
+hvd.init(timeout_s=60)
+print("goes on")
+"""
+
+
+@pytest.mark.night
+def test_an_elastic_job_whose_timelines_directory_has_gone_goes_on_when_its_ranks_connect_again(launch, tmp_path):
+    (tmp_path / "gone").mkdir()
+    path = tmp_path / "gone" / "t.json"
+    program = ("--timeline-filename", str(path), sys.executable, "-c", REMOVES_ITS_DIRECTORY)
+    code, out, err = launch("-np", "2", "--min-np", "2", *program).ended()
+    assert (code, out.count(b"goes on")) == (0, 2), err.decode()
+    assert err.decode().count(f"the timeline '{path}' cannot be written on rank 0") == 1

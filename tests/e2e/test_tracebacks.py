@@ -52,6 +52,7 @@ def test_the_rank_that_failed_prints_its_traceback_and_the_others_one_line_each(
     )
 
 
+@pytest.mark.night
 def test_the_whole_traceback_is_in_the_log_of_level_debug(tmp_path):
     (tmp_path / "train.py").write_text(ONE_FAILS)
     _, second = run_plainly(2, [str(tmp_path / "train.py")], tmp_path, timeout_s=200, HVDLITE_LOG_LEVEL="debug")
@@ -131,6 +132,7 @@ if hvd.rank() == 1:
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("before", "wait", "check", "what"),
     [

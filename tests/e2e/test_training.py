@@ -57,6 +57,7 @@ def test_a_rank_that_raises_in_the_middle_of_backward_ends_the_job_with_its_trac
     job.assert_gone()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", ["sys.exit(7)", "os._exit(7)"])
 def test_a_rank_that_exits_with_gradients_under_way_gives_the_job_its_exit_code(launch, tmp_path, fault):
     # Rank 0 ends when rank 1 is no more: a job that has failed leaves a rank that takes longer to end no time for that.
@@ -73,6 +74,7 @@ def test_a_rank_that_exits_with_gradients_under_way_gives_the_job_its_exit_code(
     job.assert_gone()
 
 
+@pytest.mark.night
 def test_a_rank_that_exits_while_another_waits_in_an_operation_gives_the_job_its_exit_code(launch, tmp_path):
     # Rank 0 has its error when rank 1 says that it ends, and is then the first whose end the launcher sees. Rank 1
     # takes longer than the launcher gives to a rank that is ended since another has failed.
@@ -89,6 +91,7 @@ def test_a_rank_that_exits_while_another_waits_in_an_operation_gives_the_job_its
     assert b"rank 1 on localhost" in err.partition(b"hvdlite-run: ")[2]
 
 
+@pytest.mark.night
 def test_a_spawned_child_does_not_take_its_parents_place(launch, tmp_path):
     body = """
     import multiprocessing
@@ -184,6 +187,7 @@ if hvd.rank() == 0: print(max(peaks))
 """
 
 
+@pytest.mark.night
 def test_peak_memory_is_no_higher_than_ddps_with_gradients_as_bucket_views(launch, make_lan, tmp_path):
     # With a /dev/shm of its own, where there can be one: other programs' memory is counted too.
     desk = None if why_there_are_none() else make_lan().desk
@@ -192,7 +196,7 @@ def test_peak_memory_is_no_higher_than_ddps_with_gradients_as_bucket_views(launc
         # Memory that is freed goes back at once: the peak is what is held, not what malloc keeps.
         env = {"MALLOC_MMAP_THRESHOLD_": "100000"}
         command = [sys.executable, program(tmp_path, PEAK.format(ddp=ddp))]
-        code, out, err = launch("-np", "2", *command, env=env, on=desk).ended(120)
+        code, out, err = launch("-np", "2", *command, env=env, on=desk).ended()
         assert code == 0, err.decode()
         peaks[ddp].append(json.loads(out.rpartition(b":")[2]))
     gradients_kib = 20 * 1001 * 1000 * 4 // 1024
@@ -202,6 +206,7 @@ def test_peak_memory_is_no_higher_than_ddps_with_gradients_as_bucket_views(launc
     assert median(peaks[False]) <= 1.1 * median(peaks[True]), peaks
 
 
+@pytest.mark.night
 def test_a_step_on_arrival_has_the_bits_of_the_ordinary_one_over_whatever_engine_init_has_chosen(launch, tmp_path):
     body = """
     hvd.init(timeout_s=60)
@@ -241,6 +246,7 @@ print("trained")
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("shm", "torchs"),
     chosen([("0", False), ("1", False), ("0", True), ("1", True)], few=[("1", False), ("0", True)]),
@@ -267,6 +273,7 @@ STARTS = {
 }
 
 
+@pytest.mark.night
 def test_rank_0_says_how_often_parameters_are_compared(launch, tmp_path):
     body = f"""
 hvd_rank = int(os.environ["RANK"])
@@ -287,6 +294,7 @@ for start in {list(STARTS)}:
     assert out.count(b"trained") == 2 * list(STARTS.values()).count(False)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("shm", ["0", "1"])
 def test_the_program_may_make_groups_of_its_own_while_optimizers_open_theirs_in_any_order(launch, tmp_path, shm):
     path = program(

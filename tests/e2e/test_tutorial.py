@@ -12,7 +12,6 @@ pytestmark = pytest.mark.slow
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
 
 
-@pytest.mark.smoke
 def test_the_tutorials_program_learns_and_goes_on_after_the_last_epoch_that_was_saved(launch, tmp_path):
     program = tmp_path / "train.py"
     program.write_text(re.findall(r"```python\n(.*?)```", TUTORIAL.read_text(), re.DOTALL)[1])

@@ -122,6 +122,32 @@ def test_a_job_and_its_bar_are_shown_below_its_output_and_to_who_looks_at_it_and
     job.assert_gone()
 
 
+def test_several_may_look_at_a_job_and_ctrl_c_ends_a_look_and_not_the_job(launch, terminals, tmp_path):
+    job = launch("-np", "1", "sh", "-c", "echo begins; read x", stdin=subprocess.PIPE)
+    assert b"begins" in job.process.stdout.readline()
+    drawn, plain, last = terminals(80, 12), terminals(80, 12), terminals(80, 12)
+    looks = [
+        launch("--watch", str(job.process.pid), stdin=own.line, stdout=own.line, stderr=own.line, env={"TERM": term})
+        for own, term in ((drawn, "xterm"), (plain, "dumb"), (last, "xterm"))
+    ]
+    drawn.until(lambda: "1 rank on 1 host" in drawn.drawn())
+    last.until(lambda: "1 rank on 1 host" in last.drawn())
+    plain.until(lambda: b"1 rank on 1 host" in plain.written)
+    for look, own in zip(looks[:2], (drawn, plain), strict=True):
+        look.process.send_signal(signal.SIGINT)
+        own.until(lambda look=look: look.process.poll() is not None)
+        own.read()
+        assert look.process.returncode == 0
+        assert f"no longer watched: the job of hvdlite-run {job.process.pid} goes on\r\n" in own.written.decode()
+    assert job.process.poll() is None
+    assert job.ended()[0] == 1  # the end of the input ends `read`
+    last.until(lambda: looks[2].process.poll() is not None)
+    last.read()
+    assert f"hvdlite-run {job.process.pid} has ended" in last.written.decode()
+    job.assert_gone()
+
+
+@pytest.mark.night
 def test_ctrl_c_ends_a_job_that_writes_without_a_pause_and_erases_the_view(launch, terminals):
     own = terminals(80, 24)
     words = ("--watch", "-np", "2", "yes", "a line")
@@ -135,6 +161,7 @@ def test_ctrl_c_ends_a_job_that_writes_without_a_pause_and_erases_the_view(launc
     job.assert_gone()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("on_terminal", [True, False], ids=["dumb", "pipe"])
 def test_where_nothing_can_be_drawn_in_place_there_are_plain_lines(launch, terminals, on_terminal):
     own = terminals(40, 24)

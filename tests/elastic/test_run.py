@@ -7,10 +7,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import hvdlite.torch as hvd
 from hvdlite.elastic import HostsUpdatedInterrupt, HostUpdates, State, run
-from hvdlite.errors import CommunicationError, MismatchError, NotInitializedError, PeerLostError
+from hvdlite.errors import CommunicationError, MismatchError, NotInitializedError, PeerLostError, StateLostError
 from hvdlite.rendezvous.seat import Seat
 
 
@@ -41,14 +42,15 @@ def done(monkeypatch):
     # The package has the function `run` in the place of its module.
     module = sys.modules["hvdlite.elastic.run"]
     monkeypatch.setattr(module, "enter_again", lambda: done.append("enter"))
-    monkeypatch.setattr(module, "_any_rank", lambda needs_sync: needs_sync)
+    monkeypatch.setattr(module, "_must_sync", lambda needs_sync: needs_sync)
+    monkeypatch.setattr(module, "note_state", lambda: None)
     monkeypatch.setattr(module, "listening", lambda state: contextlib.nullcontext())
     in_world(monkeypatch, Seat(generation=2, rank=0, size=2, newcomers=0))
     return done
 
 
-def in_world(monkeypatch, seat, survival=None):
-    world = SimpleNamespace(seat=seat, topology=SimpleNamespace(size=2), survival=survival)
+def in_world(monkeypatch, seat, survival=None, *, stands_by=False):
+    world = SimpleNamespace(seat=seat, topology=SimpleNamespace(size=2), survival=survival, stands_by=stands_by)
     monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "current_world", lambda: world)
     monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "is_initialized", lambda: True)
 
@@ -80,6 +82,45 @@ def test_a_function_that_ends_well_is_called_once_after_states_were_made_equal(d
 def test_a_lost_rank_restores_the_last_commit_and_begins_again(done, error):
     assert trained(done, error) == 7
     assert done == ["sync", "train", "restore", "enter", "reset", "sync", "train"]
+
+
+def test_a_rank_that_is_lost_in_a_commit_costs_nothing_and_that_is_said_once(done, monkeypatch, caplog):
+    said = []
+    monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "note_loss_in_commit", lambda: said.append(list(done)))
+    state = Recorded(done)
+    losses = iter(["in the broadcast of a commit", "in a step"])
+
+    def lose(*_):
+        raise PeerLostError(next(losses))
+
+    @run
+    def train(state):
+        done.append("train")
+        if done.count("train") == 1:
+            state.commit()
+        elif done.count("train") == 2:
+            lose()
+
+    state._bcast_object = lose
+    train(state)
+    assert done == [
+        "sync",
+        "train",
+        "save",
+        "restore",
+        "enter",
+        "reset",
+        "sync",
+        "train",
+        "restore",
+        "enter",
+        "reset",
+        "sync",
+        "train",
+    ]
+    assert said == [["sync", "train", "save"]]
+    lines = [each.getMessage() for each in caplog.records if "going back" in each.getMessage()]
+    assert ["this commit, which loses nothing" in line for line in lines] == [True, False]
 
 
 def test_new_hosts_keep_the_state_and_make_it_equal_on_all(done):
@@ -149,7 +190,7 @@ def test_a_commit_in_between_is_progress(done):
 
 def test_other_ranks_than_those_that_failed_try_again(done, monkeypatch):
     newcomers = iter([0, 0, 1, 0])
-    world = SimpleNamespace(seat=None, topology=SimpleNamespace(size=2), survival=None)
+    world = SimpleNamespace(seat=None, topology=SimpleNamespace(size=2), survival=None, stands_by=False)
 
     def seat_taken():
         done.append("enter")
@@ -193,3 +234,73 @@ def test_a_program_that_has_not_called_init_is_told_so_once():
     with pytest.raises(NotInitializedError) as raised:
         run(lambda state: None)(Recorded([]))
     assert raised.value.__context__ is None
+
+
+def test_a_worker_that_stands_by_becomes_a_rank_before_anything_else(done, monkeypatch):
+    in_world(monkeypatch, Seat(generation=0, rank=1, size=2, newcomers=1), stands_by=True)
+    assert trained(done) == 7
+    assert done == ["enter", "reset", "sync", "train"]
+
+
+def who_trains(monkeypatch, have_state: dict[int, bool]):
+    """What becomes of each rank before its function is called: None if it is called, or the class of the error."""
+    module = sys.modules["hvdlite.elastic.run"]
+    told: dict[int, torch.Tensor] = {}
+
+    def one(rank, allreduce):
+        monkeypatch.setattr(module, "allreduce", allreduce)
+        monkeypatch.setattr(module, "has_state", lambda: have_state[rank])
+        world = SimpleNamespace(
+            seat=Seat(generation=3, rank=rank, size=len(have_state), newcomers=0), topology=SimpleNamespace(rank=rank)
+        )
+        monkeypatch.setattr(module, "current_world", lambda: world)
+        return module._must_sync(not have_state[rank])
+
+    for rank in have_state:
+        one(rank, lambda tensor, rank=rank, **_: torch.ones_like(told.setdefault(rank, tensor)))
+    ends = {}
+    for rank in have_state:
+        try:
+            assert one(rank, lambda tensor, **_: torch.stack(list(told.values())).amax(0))
+            ends[rank] = None
+        except hvd.HorovodInternalError as error:
+            ends[rank] = type(error)
+    return ends
+
+
+def test_ranks_that_have_no_state_get_it_from_rank_0(monkeypatch):
+    assert who_trains(monkeypatch, {0: True, 1: True, 2: False}) == {0: None, 1: None, 2: None}
+
+
+def test_ranks_of_which_none_has_the_state_do_not_begin_anew(monkeypatch):
+    assert who_trains(monkeypatch, {0: False, 1: False}) == {0: StateLostError, 1: StateLostError}
+
+
+def test_a_rank_0_that_has_not_got_the_state_ends_and_the_others_try_again_without_it(monkeypatch):
+    ends = who_trains(monkeypatch, {0: False, 1: True, 2: False})
+    assert ends == {0: StateLostError, 1: CommunicationError, 2: CommunicationError}
+
+
+def test_a_worker_without_the_state_of_the_training_raises_that_at_once(done, monkeypatch):
+    def lost(_):
+        raise StateLostError("no rank is left")
+
+    monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "_must_sync", lost)
+    with pytest.raises(StateLostError):
+        trained(done)
+    assert done == []
+
+
+def test_a_worker_has_the_state_once_it_has_got_all_of_it(done, monkeypatch):
+    module = sys.modules["hvdlite.elastic.run"]
+    monkeypatch.setattr(module, "note_state", lambda: done.append("has it"))
+    lost = iter([PeerLostError("rank 0 has gone"), None])
+
+    class Lost(Recorded):
+        def sync(self):
+            super().sync()
+            if error := next(lost):
+                raise error
+
+    run(lambda state: done.append("train"))(Lost(done))
+    assert done == ["sync", "restore", "enter", "reset", "sync", "has it", "train"]

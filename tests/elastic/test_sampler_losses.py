@@ -53,7 +53,8 @@ class Event(NamedTuple):
 
     ``kind``: ``redone`` (lost before the vote), ``ahead`` (some of the others have passed the vote), ``unheard`` (some
     of the others hear only of the next loss, which is at once), ``begun again`` (with newcomers, in the step),
-    ``restore`` and, at the next commit, ``join``.
+    ``restore`` and, at the next commit, ``join``. Where a step cannot be redone: ``discarded``, ``ahead discarded``
+    (some are a step ahead, and it is theirs that is discarded) and ``unheard discarded``.
     """
 
     step: int
@@ -164,7 +165,7 @@ class Job:
             self.sit(worker)
             worker.sampler.go_on(copy.deepcopy(notes))
 
-    def happen(self, event):
+    def happen(self, event):  # noqa: PLR0911 - one for each kind
         self.steps += 1
         count = min(event.ranks, len(self.workers) - 1)
         if event.kind == "restore":
@@ -175,7 +176,7 @@ class Job:
             left = self.workers[count:]
             return self.begin_with([*left, Worker()], left[0].sampler.state_dict())
         lost, left = self.workers[:count], self.workers[count:]
-        ahead = left[: len(left) // 2] if event.kind == "ahead" else []
+        ahead = left[: len(left) // 2] if event.kind.startswith("ahead") else []
         if ahead:
             # The averages have the gradients of the lost ranks, too.
             for worker in lost:
@@ -189,13 +190,43 @@ class Job:
                 # They lose it in a collective of the program: all go back.
                 return self.begin_with(left, self.saved)
         self.workers = left
+        if event.kind == "unheard discarded" and len(left) > 1:
+            return self.discard_unheard(left)
         if event.kind == "unheard" and len(left) > 1:
             self.go_on(left[: len(left) // 2 + 1])
             self.workers = left = left[1:]
         self.go_on(left)
+        if event.kind.endswith("discarded"):
+            self.end_step(left[len(ahead) :] if ahead else [])
+            return self.discard(left)
         if ahead:
             self.end_step(left[len(ahead) :])
         return None
+
+    def discard_unheard(self, left):
+        heard, unheard = left[: len(left) // 2 + 1], left[len(left) // 2 + 1 :]
+        self.go_on(heard)
+        self.discard(heard)
+        self.workers, heard = left[1:], heard[1:]
+        if any(worker.at == COMMIT for worker in heard):
+            self.begin_with(self.workers, self.saved)
+        elif any(worker.at is None for worker in heard):
+            # It was the last step; what is carried on is known to those that have heard.
+            carried = copy.deepcopy(self.carried)
+            self.discard(unheard)
+            self.carried = carried
+        else:
+            self.go_on(self.workers)
+            # Those that have heard of the first loss are a step ahead, which is discarded too.
+            self.discard(unheard)
+            self.discard(self.workers)
+
+    def discard(self, workers):
+        self.padding += len(workers)
+        for worker in workers:
+            worker.passed += 1
+            worker.sampler.note_discarded(0)
+        self.advance(workers)
 
     def commit(self):
         self.saved = copy.deepcopy((self.workers[0].sampler.state_dict(), self.trained, self.carried))
@@ -259,7 +290,9 @@ HABITS = [
 
 
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: "-".join(str(value) for value in habit.values()))
-@pytest.mark.parametrize("kind", ["redone", "ahead", "unheard", "begun again"])
+@pytest.mark.parametrize(
+    "kind", ["redone", "ahead", "unheard", "begun again", "discarded", "ahead discarded", "unheard discarded"]
+)
 @pytest.mark.parametrize("length", [24, 23])
 def test_a_loss_at_any_step_leaves_no_sample_out(monkeypatch, length, kind, habit):
     for size, ranks in [(2, 1), (3, 1), (4, 2), (4, 3)]:
@@ -271,6 +304,7 @@ def test_a_loss_at_any_step_leaves_no_sample_out(monkeypatch, length, kind, habi
 
 
 KINDS = ["redone", "ahead", "unheard", "begun again", "restore", "join"]
+KINDS += ["discarded", "ahead discarded", "unheard discarded"]
 
 
 @pytest.mark.parametrize("kinds", list(itertools.product(KINDS, repeat=2)), ids="-".join)

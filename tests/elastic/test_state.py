@@ -6,10 +6,12 @@ import threading
 
 import pytest
 import torch
-from worlds import run_generations, run_worlds
+from worlds import attempt_worlds, run_generations, run_worlds
 
 import hvdlite as hvd
-from hvdlite.elastic import HostsUpdatedInterrupt, HostUpdates, ObjectState, State, TorchState
+from hvdlite.comm.group import Group
+from hvdlite.elastic import HostsUpdatedInterrupt, HostUpdates, ObjectState, State, TorchState, torch_state
+from hvdlite.runtime.world import current_world
 
 
 def alone(**attributes):
@@ -193,7 +195,7 @@ def test_models_optimizers_and_schedulers_are_restored_as_often_as_one_likes():
         assert content(*objects) == saved
 
 
-def test_a_rank_that_is_lost_while_states_are_made_equal_leaves_the_last_commit_whole():
+def test_a_rank_that_is_lost_while_states_are_made_equal_leaves_the_last_commit_whole(monkeypatch):
     model, optimizer, scheduler = trained(0)
     state = TorchState(model, optimizer, scheduler=scheduler, batch=1)
     saved = content(model, optimizer, scheduler)
@@ -202,16 +204,62 @@ def test_a_rank_that_is_lost_while_states_are_made_equal_leaves_the_last_commit_
     scheduler.step()
     state.batch = 2
 
-    def lose(value):
+    def lose(self, *args):
         raise hvd.PeerLostError("rank 1 is lost")
 
-    state._bcast_object = lose  # that of the attributes, which are the last to be sent
+    monkeypatch.setattr(Group, "agree", lose)  # the last that ranks do together
     hvd.init()
     with pytest.raises(hvd.PeerLostError):
         state.sync()
     hvd.shutdown()
     state.restore()
     assert (state.batch, content(model, optimizer, scheduler)) == (1, saved)
+
+
+def test_no_rank_commits_parameters_on_gpus_that_a_step_which_failed_on_one_has_left(monkeypatch):
+    # As on GPUs, where a wait for a lost rank ends by an abort, and the optimizer uses what that leaves.
+    monkeypatch.setattr(torch_state, "_has_gpu_parameters", lambda handlers: True)
+
+    def commits(rank):
+        state = TorchState(torch.nn.Linear(1, 1), batch=1)
+        state.commit()
+        if rank == 1:
+
+            def fail(what):
+                raise hvd.PeerLostError(f"{what}: aborted")
+
+            monkeypatch.setattr(current_world().group, "require_ended", fail)
+        state.batch = 2
+        try:
+            state.commit()
+        finally:
+            state.restore()
+            restored.append(state.batch)
+
+    restored: list[int] = []
+    for outcome in attempt_worlds(2, commits):
+        assert isinstance(outcome, hvd.CommunicationError)
+    assert restored == [1, 1]
+
+
+def test_what_some_ranks_alone_have_trained_is_sent_to_those_with_the_same_commit_too():
+    def weight(rank):
+        model = torch.nn.Linear(2, 1)
+        some = hvd.add_process_set([0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), process_set=some)
+        state = TorchState(model, optimizer)
+        state.sync()
+        if some.included():
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        state.commit()
+        state.restore()
+        state.sync()
+        return model.weight.tolist()
+
+    first, second = run_worlds(2, weight)
+    assert first == second
 
 
 def test_a_wrapped_optimizer_is_handled_like_a_plain_one():

@@ -74,12 +74,14 @@ def test_digits_on_two_ranks_are_learned_as_by_one_process_with_twice_the_batche
     assert accuracy > 88, two
 
 
+@pytest.mark.night
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
 def test_digits_are_learned_in_mixed_precision_with_gradients_in_half_precision():
     lines = run("mnist.py", "--use-mixed-precision", "--fp16-allreduce", ranks=2)
     assert numbers(lines)[-1] > 88, lines
 
 
+@pytest.mark.night
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
 @pytest.mark.parametrize(
     "flags",
@@ -93,7 +95,7 @@ def test_digits_are_learned_with_adasum_and_without_a_warm_up(flags: list[object
     assert numbers(lines)[-1] > 80, lines
 
 
-@pytest.mark.smoke
+@pytest.mark.night
 def test_a_gan_on_two_ranks_comes_to_what_it_comes_to_in_one_process():
     one = run("gan.py", "--double", "--steps", 300)
     two = run("gan.py", "--double", "--steps", 300, ranks=2, by_flag=True)
@@ -102,6 +104,7 @@ def test_a_gan_on_two_ranks_comes_to_what_it_comes_to_in_one_process():
     assert numbers(two)[-2] == pytest.approx(1, abs=0.3), "it has found the ring"
 
 
+@pytest.mark.night
 def test_training_goes_on_where_it_was_stopped_as_if_it_had_not_been(tmp_path: Path):
     def train(directory: str, epochs: int, batch: int, ranks: int | None) -> list[str]:
         (tmp_path / directory).mkdir(exist_ok=True)
@@ -116,6 +119,7 @@ def test_training_goes_on_where_it_was_stopped_as_if_it_had_not_been(tmp_path: P
     assert numbers(whole)[-1] < 0.5 * numbers(whole)[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed")
 @pytest.mark.parametrize(
     ("ranks", "flags"),

@@ -2,6 +2,7 @@
 What a GPU is measured by; prints shares, and asserts nothing.
 
     python tests/gpu/measure.py kernel     scale and cast of a 64 MB bucket: share of the device's copy bandwidth
+    python tests/gpu/measure.py codecs     int8 and int4 of a 64 MB bucket, both ways: the same
     python tests/gpu/measure.py graph      a captured step beside an eager one
 
 Rivals take turns, and medians are compared.
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 
 import hvdlite as hvd
 from hvdlite.compression import kernels
+from hvdlite.compression.codec_kernels import kernels_for
+from hvdlite.compression.codecs import Int4, Int8, wire_bytes
 
 GPU = torch.device("cuda", 0)
 BUCKET_BYTES = 64 * 10**6
@@ -93,6 +96,38 @@ def kernel() -> None:
     show("bucket × a 1 of the device's", own, f"{median(own) / median(times[COPY]):7.1%} of the copy's time")
 
 
+def codecs() -> None:
+    numel = BUCKET_BYTES // 4
+    bucket, other, residual = (Rotating(torch.randn(numel, device=GPU)) for _ in range(3))
+    rivals: dict[str, Callable[[], object]] = {COPY: lambda: other.next().copy_(bucket.next())}
+    # Bytes that must be read and written.
+    nbytes = {COPY: 8 * numel}
+
+    def compare(codec: Int8 | Int4) -> None:
+        """Compares cupy's kernels, if they work, with PyTorch's operations."""
+        wire = Rotating(torch.zeros(wire_bytes(codec, numel), dtype=torch.uint8, device=GPU))
+        codec.encode_all(bucket.next(), wire.next(), None)
+        ways = [("torch", codec.encode_in_torch, codec.add_decoded_in_torch)]
+        compiled = kernels_for(type(codec), bucket.next())
+        if compiled is not None:
+            ways.append(("cupy", compiled.encode, compiled.add_decoded))
+        for way, encode, add_decoded in ways:
+            encoding, decoding = f"{codec} encode with feedback, {way}", f"{codec} decode two wires, {way}"
+            rivals[encoding] = lambda encode=encode: encode(bucket.next(), wire.next(), residual.next())
+            rivals[decoding] = lambda add=add_decoded: add([wire.next(), wire.next()], other.next(), 0.5)
+            nbytes[encoding], nbytes[decoding] = (
+                12 * numel + wire_bytes(codec, numel),
+                4 * numel + 2 * wire_bytes(codec, numel),
+            )
+
+    for codec in (hvd.Compression.int8, hvd.Compression.int4):
+        compare(codec)
+    times = take_turns(rivals, repeats=20)
+    copy_rate = nbytes[COPY] / median(times[COPY])
+    for name, own in times.items():
+        show(name, own, f"{nbytes[name] / median(own) / copy_rate:7.1%} of the copy's bandwidth")
+
+
 def many_tensors() -> nn.Module:
     """Makes tensors like ResNet-50's parameters: 23 million elements in 162 tensors."""
     torch.manual_seed(0)
@@ -141,7 +176,7 @@ def graph() -> None:
 
 
 if __name__ == "__main__":
-    ACTIONS = {"kernel": kernel, "graph": graph}
+    ACTIONS = {"kernel": kernel, "codecs": codecs, "graph": graph}
     if sys.argv[1:] == [] or not set(sys.argv[1:]) <= ACTIONS.keys():
         sys.exit(f"usage: measure.py {'|'.join(ACTIONS)} ...")
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""hvdlite with CUDA tensors: NCCL with one rank, and two ranks that share a GPU over gloo. Needs a GPU."""
+"""hvdlite with CUDA tensors: one rank, and several that share a GPU, over NCCL and over gloo. Needs a GPU."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ def share_one_gpu_over_gloo():
         "cpu:gloo,cuda:gloo", store=store, rank=int(os.environ["HVDLITE_RANK"]),
         world_size=int(os.environ["HVDLITE_SIZE"]),
     )
+
+def share_one_gpu_over_nccl():
+    # NCCL refuses two ranks that are on one GPU of the same host: each calls itself a host of its own.
+    os.environ["NCCL_HOSTID"] = "rank " + os.environ["HVDLITE_RANK"]
 
 class Net(nn.Module):
     def __init__(self):
@@ -77,10 +81,14 @@ def same(a, b, tolerance=1e-10):
         assert (p.grad is None) == (q.grad is None)
 """
 
+SHARING = ["share_one_gpu_over_gloo()", "share_one_gpu_over_nccl()"]
+# How many ranks, and how they share a GPU.
+RANKS = [(1, ""), *((2, share) for share in SHARING)]
 
-def run(tmp_path, size: int, body: str) -> None:
+
+def run(tmp_path, size: int, body: str, share: str = "") -> None:
     path = tmp_path / "program.py"
-    path.write_text(PRELUDE + textwrap.dedent(body))
+    path.write_text(PRELUDE + share + "\n" + textwrap.dedent(body))
     done = subprocess.run(
         [sys.executable, "-m", "hvdlite_launcher", "-np", str(size), sys.executable, str(path)],
         capture_output=True,
@@ -104,27 +112,27 @@ def test_one_rank_over_nccl_trains_as_without_hvdlite(tmp_path):
     )
 
 
-def test_two_ranks_on_one_gpu_over_gloo_match_one_process_on_the_whole_batch(tmp_path):
+@pytest.mark.parametrize("share", SHARING)
+def test_two_ranks_on_one_gpu_match_one_process_on_the_whole_batch(tmp_path, share):
     run(
         tmp_path,
         2,
         """
-        share_one_gpu_over_gloo()
         hvd.init()
         same(together(), alone(2))
         same(together(gradient_predivide_factor=2.0), alone(2))
         same(together(compression=hvd.Compression.bf16), alone(2), 0.1)
         """,
+        share,
     )
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_autocast_and_grad_scaler_skip_the_same_steps_on_every_rank(tmp_path, size):
+@pytest.mark.parametrize(("size", "share"), RANKS)
+def test_autocast_and_grad_scaler_skip_the_same_steps_on_every_rank(tmp_path, size, share):
     run(
         tmp_path,
         size,
         """
-        if int(os.environ["HVDLITE_SIZE"]) > 1: share_one_gpu_over_gloo()
         hvd.init()
         model = nn.Linear(6, 4).to(device)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
@@ -142,15 +150,16 @@ def test_autocast_and_grad_scaler_skip_the_same_steps_on_every_rank(tmp_path, si
         weights = hvd.allgather_object(model.weight.detach().cpu())
         assert all(torch.equal(w, weights[0]) for w in weights)
         """,
+        share,
     )
 
 
-def test_sparse_gradients_are_gathered_on_the_gpu(tmp_path):
+@pytest.mark.parametrize("share", SHARING)
+def test_sparse_gradients_are_gathered_on_the_gpu(tmp_path, share):
     run(
         tmp_path,
         2,
         """
-        share_one_gpu_over_gloo()
         hvd.init()
         torch.manual_seed(0)
         table = nn.Embedding(7, 3, sparse=True).double().to(device)
@@ -165,21 +174,7 @@ def test_sparse_gradients_are_gathered_on_the_gpu(tmp_path):
             optimizer.step(); plain.step()
         same(table, twin)
         """,
-    )
-
-
-def test_collectives_on_cuda_tensors(tmp_path):
-    run(
-        tmp_path,
-        2,
-        """
-        share_one_gpu_over_gloo()
-        hvd.init()
-        mine = torch.full((2, 2), float(hvd.rank()), device=device)
-        assert hvd.allreduce(mine).eq(0.5).all() and hvd.allreduce(mine).is_cuda
-        assert hvd.allgather(mine).shape == (4, 2)
-        assert hvd.broadcast(mine, 1).eq(1).all()
-        """,
+        share,
     )
 
 
@@ -231,19 +226,17 @@ expected = torch.tensor([[1.0, 0.0, 2.0], [0.6, 0.6, 2.4]][size - 1])
 torch.testing.assert_close(hvd.allreduce(a, op=hvd.Adasum).cpu(), expected)
 x = torch.tensor([rank + 1.0], device=device, requires_grad=True)
 (hvd.allgather(x).sum() * (rank + 1) + hvd.allreduce(x, op=hvd.Product).sum()).backward()
-assert x.grad.tolist() == ([2.0] if size == 1 else [3.0 + 2 * 2.0, 3.0 + 2 * 1.0][rank : rank + 1])
+# As in Horovod: this rank's part of the gradients' average, and the product of the gradients.
+assert x.grad.tolist() == [(1 + size) / 2 + 1]
 table = torch.eye(3, device=device).to_sparse()
 assert hvd.sparse_allreduce_async(table, "table", hvd.Sum)().to_dense().equal(torch.eye(3, device=device) * size)
 hvd.barrier()
 """
 
 
-def test_every_collective_over_nccl(tmp_path):
-    run(tmp_path, 1, "hvd.init()" + EVERY_COLLECTIVE)
-
-
-def test_every_collective_on_two_ranks_that_share_a_gpu(tmp_path):
-    run(tmp_path, 2, "share_one_gpu_over_gloo()\nhvd.init()" + EVERY_COLLECTIVE)
+@pytest.mark.parametrize(("size", "share"), RANKS)
+def test_every_collective_takes_gpu_tensors(tmp_path, size, share):
+    run(tmp_path, size, "hvd.init()" + EVERY_COLLECTIVE, share)
 
 
 def test_the_build_questions_name_the_nccl_that_torch_has():
@@ -267,12 +260,9 @@ for rank in range(hvd.size()):
 """
 
 
-def test_a_timeline_has_every_bucket_over_nccl(tmp_path):
-    run(tmp_path, 1, "hvd.init()" + TIMELINE)
-
-
-def test_a_timeline_has_every_bucket_on_two_ranks_that_share_a_gpu(tmp_path):
-    run(tmp_path, 2, "share_one_gpu_over_gloo()\nhvd.init()" + TIMELINE)
+@pytest.mark.parametrize("share", SHARING)
+def test_a_timeline_has_every_bucket(tmp_path, share):
+    run(tmp_path, 2, "hvd.init()" + TIMELINE, share)
 
 
 ADASUM = """
@@ -284,5 +274,106 @@ for param in model.parameters():
 """
 
 
-def test_adasum_leaves_the_same_parameters_on_two_ranks_that_share_a_gpu(tmp_path):
-    run(tmp_path, 2, "share_one_gpu_over_gloo()\nhvd.init()" + ADASUM)
+@pytest.mark.parametrize("share", SHARING)
+def test_adasum_leaves_the_same_parameters_on_two_ranks_that_share_a_gpu(tmp_path, share):
+    run(tmp_path, 2, "hvd.init()" + ADASUM, share)
+
+
+TWO_HOSTS = """
+# As on two hosts with half of the ranks each.
+rank, per_host = int(os.environ["HVDLITE_RANK"]), int(os.environ["HVDLITE_SIZE"]) // 2
+os.environ.update(
+    HVDLITE_HOST="ab"[rank // per_host], HVDLITE_LOCAL_RANK=str(rank % per_host), HVDLITE_LOCAL_SIZE=str(per_host),
+    HVDLITE_CROSS_RANK=str(rank // per_host), HVDLITE_CROSS_SIZE="2",
+)
+hvd.init()
+def equal_on_all_ranks(model):
+    for param in model.parameters():
+        first, *others = hvd.allgather(param.detach().unsqueeze(0))
+        assert all(torch.equal(first, other) for other in others)
+    return model
+"""
+
+
+@pytest.mark.parametrize("share", SHARING)
+@pytest.mark.parametrize("size", [2, 4])
+def test_compressions_for_slow_links_on_two_hosts(tmp_path, size, share):
+    body = """
+    exact = alone(hvd.size())
+    same(together(), exact)
+    rough = hvd.Compression.int4, hvd.Compression.topk(0.2), hvd.Compression.powersgd(start_step=1, min_ratio=1.0)
+    for compression, tolerance in ((hvd.Compression.int8, 0.05), *((each, 0.2) for each in rough)):
+        same(equal_on_all_ranks(together(compression=compression)), exact, tolerance)
+    """
+    run(tmp_path, size, TWO_HOSTS + textwrap.dedent(body), share)
+
+
+@pytest.mark.parametrize("share", SHARING)
+def test_averages_in_two_levels_are_those_of_one_process_on_the_whole_batch(tmp_path, share):
+    body = """
+    exact = alone(4)
+    same(together(), exact)
+    same(together(compression=hvd.Compression.fp16), exact, 0.05)
+    big = torch.randint(0, 100, (2**18 + 5,), device=device).float() + hvd.rank()
+    total = hvd.allreduce(big, op=hvd.Sum)
+    assert torch.equal(total, 4 * big + 6 - 4 * hvd.rank())
+    """
+    levels = 'os.environ["HVDLITE_HIERARCHICAL_ALLREDUCE"] = "1"'
+    run(tmp_path, 4, levels + TWO_HOSTS + textwrap.dedent(body), share)
+
+
+@pytest.mark.parametrize("share", SHARING)
+def test_outer_steps_end_with_equal_parameters_on_all_ranks(tmp_path, share):
+    body = """
+    in_int4 = hvd.DiLoCo(sync_every=2, compression=hvd.Compression.int4)
+    for outer in (hvd.LocalSGD(sync_every=2), hvd.DiLoCo(sync_every=2), in_int4):
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), outer=outer)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, x[step], y[step], hvd.rank(), hvd.size()).backward()
+            optimizer.step()
+        equal_on_all_ranks(model)
+    """
+    run(tmp_path, 2, TWO_HOSTS + textwrap.dedent(body), share)
+
+
+@pytest.mark.parametrize("share", SHARING)
+def test_weights_and_clipping_are_those_of_one_process_on_the_whole_batch(tmp_path, share):
+    body = """
+    hvd.init()
+    model, twin = copy.deepcopy(start), copy.deepcopy(start)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), max_norm=0.01, bucket_cap_mb=0.001)
+    own = [slice(0, 3), slice(3, 8)][hvd.rank()]
+    for step in range(4):
+        optimizer.zero_grad(); plain.zero_grad()
+        loss = nn.functional.cross_entropy(model(x[step][own], 1), y[step][own])
+        optimizer.weighted(loss, own.stop - own.start).backward()
+        optimizer.step()
+        nn.functional.cross_entropy(twin(x[step], 1), y[step]).backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.01)
+        plain.step()
+    same(model, twin)
+    """
+    run(tmp_path, 2, body, share)
+
+
+@pytest.mark.parametrize("share", SHARING)
+def test_a_rank_that_has_joined_sits_out_the_others_steps(tmp_path, share):
+    body = """
+    hvd.init()
+    weight = nn.Parameter(torch.zeros(3, device=device))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    for step in range(2 + 2 * hvd.rank()):
+        optimizer.zero_grad()
+        (weight.sum() * (hvd.rank() + 1)).backward()
+        optimizer.step()
+    # No rank waits for the end of a step, so either may be the last to join.
+    assert hvd.join() in (0, 1)
+    # Averages of 1 and 2, and later of 0 and 2.
+    assert weight.eq(-(2 * 1.5 + 2 * hvd.rank() * 1.0)).all(), weight
+    """
+    run(tmp_path, 2, body, share)

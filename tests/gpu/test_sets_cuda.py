@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from gpu.test_cuda import run
+from gpu.test_cuda import RANKS, SHARING, run
 
 from hvdlite.comm.engine import SubsetEngineFactory
 from hvdlite.comm.gloo import ConnectingRanks, InitTimeout
@@ -35,12 +35,12 @@ def test_a_sets_engine_factory_carry_cpu_and_cuda_tensors():
         engine_factory.close(engine)
 
 
-def test_collectives_and_optimizers_in_sets_that_share_a_rank(tmp_path):
+@pytest.mark.parametrize("share", SHARING)
+def test_collectives_and_optimizers_in_sets_that_share_a_rank(tmp_path, share):
     run(
         tmp_path,
         3,
         """
-        share_one_gpu_over_gloo()
         hvd.init(process_sets=[first := hvd.ProcessSet([0, 2]), second := hvd.ProcessSet([1, 2])])
         for each in (first, second):
             weight = nn.Parameter(torch.zeros(3, device=device))
@@ -55,16 +55,16 @@ def test_collectives_and_optimizers_in_sets_that_share_a_rank(tmp_path):
                 assert hvd.broadcast(mine, 2, process_set=each).eq(2).all()
         hvd.barrier()
         """,
+        share,
     )
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_sync_batch_norm_is_one_process_on_the_whole_batch(tmp_path, size):
+@pytest.mark.parametrize(("size", "share"), RANKS)
+def test_sync_batch_norm_is_one_process_on_the_whole_batch(tmp_path, size, share):
     run(
         tmp_path,
         size,
         """
-        if int(os.environ["HVDLITE_SIZE"]) > 1: share_one_gpu_over_gloo()
         hvd.init()
         sizes = [7] if hvd.size() == 1 else [2, 5]
         for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6), (torch.float16, 2e-3)):
@@ -102,4 +102,5 @@ def test_sync_batch_norm_is_one_process_on_the_whole_batch(tmp_path, size):
         layer(empty).sum().backward()
         assert empty.grad.shape == empty.shape
         """,
+        share,
     )

@@ -28,12 +28,12 @@ pytestmark = [
 GPU = torch.device("cuda", 0)
 
 
+def alone() -> ConnectingRanks:
+    return ConnectingRanks(dist.HashStore(), Signer(b"alone"), 0, ("rank 0",), InitTimeout(timedelta(seconds=60)))
+
+
 def over_nccl() -> EngineFactory:
-    return SubsetEngineFactory(
-        ConnectingRanks(dist.HashStore(), Signer(b"alone"), 0, ("rank 0",), InitTimeout(timedelta(seconds=60))),
-        "cpu:gloo,cuda:nccl",
-        [0],
-    )
+    return SubsetEngineFactory(alone(), "cpu:gloo,cuda:nccl", [0])
 
 
 class OneRankOfEach(SubsetEngineFactory):
@@ -44,7 +44,7 @@ class OneRankOfEach(SubsetEngineFactory):
 
 
 def over_a_hierarchy() -> EngineFactory:
-    flat = OneRankOfEach(dist.HashStore(), "cpu:gloo,cuda:nccl", [0], 0, timedelta(seconds=60))
+    flat = OneRankOfEach(alone(), "cpu:gloo,cuda:nccl", [0])
     return HierarchicalEngineFactory(flat, None, HostGroups((0,), (0,), ((0,),)), 0, "test", {"cuda"})
 
 

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,18 +121,24 @@ class Worker:
 
 def place_faults_within_hvdlite(worker: Worker) -> None:
     """Makes points of hvd.init and of `State.sync` known to the worker."""
-    from hvdlite.elastic import notifications, torch_state  # noqa: PLC0415  # tests that read the samples need neither
-    from hvdlite.runtime import bootstrap  # noqa: PLC0415
+    from hvdlite.elastic import handover, notifications  # noqa: PLC0415  # tests that read the samples need neither
+    from hvdlite.rendezvous.seat import Seat  # noqa: PLC0415
+    from hvdlite.runtime import elastic_world, make_world  # noqa: PLC0415
 
-    wait, exchange, revoke = bootstrap.wait_for_seat, bootstrap.exchange_rank_info, notifications.revoke
-    broadcast_optimizer_state = torch_state.broadcast_optimizer_state
+    exchange, revoke = make_world.exchange_rank_info, notifications.revoke
+    submit = handover.submit
 
-    def wait_for_seat(*arguments: Any) -> Any:
-        worker.note("asks")
-        worker.at("asking")
-        seat = worker.seat = wait(*arguments)
-        worker.note("seat", rank=seat.rank, size=seat.size, newcomers=seat.newcomers)
-        return seat
+    def asked(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def asks(*arguments: Any) -> Any:
+            worker.note("asks")
+            worker.at("asking")
+            found = wait(*arguments)
+            if isinstance(found, Seat):  # otherwise a program that it may join
+                worker.seat = found
+                worker.note("seat", rank=found.rank, size=found.size, newcomers=found.newcomers)
+            return found
+
+        return asks
 
     def exchange_rank_info(*arguments: Any) -> Any:
         worker.at("init, before the exchange")
@@ -144,14 +150,16 @@ def place_faults_within_hvdlite(worker: Worker) -> None:
         worker.note("revoked", why=why)
         revoke(why)
 
-    def in_the_middle(optimizer: torch.optim.Optimizer) -> None:
-        worker.at("sync, model sent")
-        broadcast_optimizer_state(optimizer)
+    def in_the_middle(*arguments: Any) -> Any:
+        handle = submit(*arguments)
+        worker.at("sync, on its way")
+        return handle
 
-    bootstrap.wait_for_seat = wait_for_seat
-    bootstrap.exchange_rank_info = exchange_rank_info
+    elastic_world.wait_for_seat = asked(elastic_world.wait_for_seat)
+    elastic_world.wait_for_seat_or_program = asked(elastic_world.wait_for_seat_or_program)
+    make_world.exchange_rank_info = exchange_rank_info
     notifications.revoke = revoked
-    torch_state.broadcast_optimizer_state = in_the_middle
+    handover.submit = in_the_middle
 
 
 def main(scenario: dict[str, Any], directory: Path) -> None:  # noqa: PLR0915  # a program, as people write it

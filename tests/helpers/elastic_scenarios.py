@@ -28,7 +28,7 @@ IN_A_RESET = (
     "init, after the exchange",
     "reset callback",
     "sync",
-    "sync, model sent",
+    "sync, on its way",
 )  # fmt: skip
 ENDS = ("SIGKILL", "SIGKILL", "SIGSEGV", "raises", "exits")
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch.utils.data._utils import signal_handling
 
 import hvdlite as hvd
 
@@ -154,6 +155,9 @@ def load_with_a_worker():
     try:
         next(iterator)  # HERE kind loader
     finally:
+        # PyTorch's handler of SIGCHLD would raise an error for a worker that was killed, wherever this thread is then.
+        signal_handling._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
         for worker in iterator._workers:
             worker.kill()  # so that the iterator's end does not wait for it
 

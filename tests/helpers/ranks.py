@@ -38,7 +38,9 @@ class ThreadEngineFactory:
         return self._wrap(TorchEngine(group))
 
     def close(self, engine: Any, /) -> None:
-        return
+        # An operation that not all ranks have begun is left to a thread: gloo's destructor would wait for its timeout.
+        if isinstance(engine, TorchEngine):
+            engine.forget()
 
     def among(self, places: Sequence[int], place: int, token: str, /) -> ThreadEngineFactory:
         return ThreadEngineFactory(dist.PrefixStore(token, self._store), place, len(places), self._wrap)
@@ -106,14 +108,21 @@ def attempt_ranks(
 ) -> list[Any]:
     """Does what `run_ranks` does, but returns a rank's exception instead of raising it."""
     store = dist.HashStore()
+    groups: list[Group] = []
 
     def run(rank: int) -> Any:
         wrap = make_wrapper() if make_wrapper else lambda made: made
         hosts = [f"node{i}" for i in range(size)]
         engine_factory = ENGINES[engine](store, rank, size, wrap)
-        return function(Group(engine_factory, rank, size, hosts, signer=Signer(b"threads of one process")))
+        group = Group(engine_factory, rank, size, hosts, signer=Signer(b"threads of one process"))
+        groups.append(group)
+        return function(group)
 
-    return attempt_threads(size, run)
+    outcomes = attempt_threads(size, run)
+    # Not left to the garbage collector, which comes seldom: by then there are thousands of gloo's threads.
+    for group in groups:
+        group.close()
+    return outcomes
 
 
 def attempt_threads(size: int, function: Callable[[int], Any]) -> list[Any]:

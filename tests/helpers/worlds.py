@@ -16,7 +16,7 @@ from hvdlite.control.generation import Generation
 from hvdlite.environment import Environment
 from hvdlite.rendezvous.placement import Topology
 from hvdlite.runtime import world
-from hvdlite.runtime.bootstrap import World
+from hvdlite.runtime.make_world import World
 from hvdlite.runtime.process_set_registry import Registry
 
 PLAIN = Environment(stall_check=False)

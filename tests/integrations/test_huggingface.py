@@ -26,7 +26,7 @@ def test_accelerate_trains_the_weights_of_one_process_over_hvdlites_shared_memor
     ranks, _ = ranks_results("-np", "2", sys.executable, PROGRAM, "accelerate", env=env)
     assert_trained(ranks)
     for rank in ranks:
-        assert (rank["group"], rank["gathered"]) == ("ShmProcessGroup", [0, 1])
+        assert (rank["buckets"], rank["gathered"]) == ({"cpu:hvdshm"}, [0, 1])
 
 
 def test_the_trainer_of_transformers_trains_the_weights_of_one_process(ranks_results):

@@ -157,3 +157,10 @@ def test_without_ray_the_import_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.train.backend", None)
     with pytest.raises(ImportError, match="pip install 'ray\\[train\\]'"):
         import_ray("ray.train.backend", "[train]")
+
+
+def test_ranks_with_several_gpus_see_the_first_one_of_each_by_local_rank():
+    from hvdlite.ray.places import WorkerFacts, places_of  # noqa: PLC0415  # it needs Ray
+
+    facts = [WorkerFacts("node", "host", "10.0.0.1", gpus) for gpus in (("0", "1"), ("2", "3"))]
+    assert [place.variables["CUDA_VISIBLE_DEVICES"] for place in places_of(facts, "job")] == ["0,2,1,3"] * 2

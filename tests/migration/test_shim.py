@@ -113,6 +113,15 @@ def test_a_horovod_that_is_imported_already_is_not_replaced(monkeypatch):
         hvdlite.horovod.install()
 
 
+@pytest.mark.usefixtures("shim")
+def test_the_shims_own_package_may_be_found_through_a_link(monkeypatch, tmp_path):
+    (tmp_path / "link").symlink_to(CHILDREN_PATH)
+    own = types.ModuleType("horovod")
+    own.__file__ = str(tmp_path / "link" / "horovod" / "__init__.py")
+    monkeypatch.setitem(sys.modules, "horovod", own)
+    hvdlite.horovod.install()
+
+
 # -- horovod.run
 
 
@@ -238,6 +247,7 @@ AS_WITHOUT = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", AS_WITHOUT)
 def test_a_program_runs_as_python_itself_would_run_it(case, tmp_path):

@@ -19,6 +19,7 @@ import hvdlite as hvd
 from hvdlite.comm.engine import SingleRankEngine
 from hvdlite.comm.group import Group
 from hvdlite.environment import Environment
+from hvdlite.optim import autotune
 from hvdlite.optim import optimizer as optimizer_module
 from hvdlite.optim.autotune import SIZES, GradientType, Line, candidates, fit, measure, tuned_cap
 from hvdlite.optim.plan import ParamSpec
@@ -146,7 +147,9 @@ def test_training_with_a_measured_size_matches_one_process_on_the_whole_batch(ki
     assert_same_training(outcomes, reference)
 
 
-def test_what_was_measured_is_in_the_file_and_what_was_chosen_in_rank_0s_log(tmp_path, caplog):
+def test_what_was_measured_is_in_the_file_and_what_was_chosen_in_rank_0s_log(tmp_path, caplog, monkeypatch):
+    # Time for all sizes, however busy the machine is.
+    monkeypatch.setattr(autotune, "LIMIT_S", 600.0)
     path = tmp_path / "autotune.jsonl"
 
     def rank(_: int) -> list[int]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from equal_states import assert_same
 from fake_hosts import PLACES, on
 from ranks import run_ranks, set_of
 from torch import Tensor, nn
@@ -15,9 +17,9 @@ from worlds import run_worlds
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
-from hvdlite.compression.codecs import add_decoded, encode_all, wire_bytes
+from hvdlite.compression.codecs import wire_bytes
+from hvdlite.optim.arguments import check_codec
 
-# One rank per host, and two on each of two hosts.
 CODECS = {"int8": hvd.Compression.int8, "int4": hvd.Compression.int4}
 
 FORMS = {**CODECS, "topk": hvd.Compression.topk(0.05)}
@@ -48,9 +50,9 @@ def gradient(rank: int, step: int, numel: int = NUMEL) -> Tensor:
 def through(codec: Any, values: Tensor, residual: Tensor) -> Tensor:
     """What a wire holds of these values and their residual, which is changed."""
     wire = torch.empty(wire_bytes(codec, values.numel()), dtype=torch.uint8)
-    encode_all(codec, values, wire, residual)
+    codec.encode_all(values, wire, residual)
     out = torch.empty_like(values)
-    add_decoded(codec, [wire], out)
+    codec.add_decoded([wire], out)
     return out
 
 
@@ -153,6 +155,30 @@ def test_many_buckets_train_to_the_same_bits_on_all_ranks_close_to_uncompressed(
     assert torch.allclose(first, plain, atol={"int8": 3e-3, "int4": 5e-2}[name])
 
 
+@everywhere
+@pytest.mark.parametrize(
+    "form", [*CODECS.values(), hvd.Compression.topk(1.0), hvd.Compression.powersgd(start_step=1, min_ratio=1.0)]
+)
+def test_a_bucket_may_have_fewer_gradients_than_a_host_has_ranks(place, form):
+    def rank(group: Group) -> list[Tensor]:
+        params = [nn.Parameter(torch.zeros(shape)) for shape in ((1,), (2, 1), (3,))]
+        optimizer = wrap(group, params, form, bucket_cap_mb=1e-6)
+        found = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            for param in params:
+                param.grad = torch.full_like(param, group.rank + 1.0)
+            optimizer.step()
+            found += [param.grad.clone() for param in params]
+        optimizer.close()
+        return found
+
+    first, *others = on(place, rank)
+    for number, grad in enumerate(first):
+        assert all(torch.equal(other[number], grad) for other in others)
+        assert torch.allclose(grad, torch.tensor((len(others) + 2) / 2), rtol=0.1)
+
+
 @both
 def test_on_one_host_gradients_are_those_of_no_compression(name):
     def rank(group: Group) -> list[Tensor]:
@@ -189,27 +215,27 @@ def test_gradients_of_other_dtypes_are_averaged(place, dtype):
 
 
 @everywhere
-def test_a_gradient_that_no_rank_of_a_host_has_is_zero_and_keeps_its_residual(place):
+def test_a_gradient_that_no_rank_has_is_zero_and_keeps_its_residuals(place):
     def rank(group: Group) -> Any:
         one, two = nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(300))
         optimizer = wrap(group, [one, two], hvd.Compression.int4)
 
-        def residual(name: str) -> Tensor | None:
-            of = residuals_of(optimizer).get(name, {})
-            return of["own"][2] if "own" in of else None
+        def residuals() -> dict[str, Tensor]:
+            return {kind: values.clone() for kind, (_, _, values) in residuals_of(optimizer).get("p1", {}).items()}
 
         one.grad, two.grad = gradient(group.rank, 0, 300), gradient(group.rank, 1, 300)
         optimizer.step()
         optimizer.zero_grad()
-        before = residual("p1")
+        before = residuals()
         one.grad = gradient(group.rank, 2, 300)
         optimizer.synchronize()
-        return before, residual("p1"), two.grad
+        return before, residuals(), two.grad
 
     results = on(place, rank)
-    assert any(before is not None and before.any() for before, _, _ in results)
+    kinds = {kind for before, _, _ in results for kind, values in before.items() if values.any()}
+    assert kinds == ({"own"} if place.startswith("2 hosts") else {"own", "sum"})
     for before, after, grad in results:
-        assert (before is None and after is None) or torch.equal(before, after)
+        assert_same(before, after)
         assert grad is None
 
 
@@ -245,6 +271,7 @@ def test_ten_steps_a_checkpoint_and_ten_more_equal_twenty(place, name):
     on(place, rank)
 
 
+@pytest.mark.slow
 @each_form
 @everywhere
 def test_a_consolidated_state_resumes_at_any_number_of_ranks_and_changes_no_training(place, name):
@@ -302,26 +329,47 @@ def test_a_consolidated_state_resumes_at_any_number_of_ranks_and_changes_no_trai
         assert torch.allclose(total, mean, atol=1e-6)
 
 
+@both
+@pytest.mark.parametrize("hosts", [["a", "b"], ["a", "b", "c", "d"], ["b", "a", "c"]])
+def test_the_files_of_three_hosts_resume_on_others_and_all_that_was_kept_is_sent(hosts, name):
+    def save(group: Group) -> Any:
+        params = [nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(NUMEL))]
+        optimizer = wrap(group, params, CODECS[name])
+        for param in params:
+            param.grad = gradient(group.rank, 0, param.numel())
+        optimizer.step()
+        assert any("sum" in kinds for kinds in residuals_of(optimizer).values())
+        return copy.deepcopy(optimizer.state_dict()), kept_of(optimizer, "p1")
+
+    saved = on("3 hosts", save)
+
+    def load(group: Group) -> Any:
+        params = [nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(NUMEL))]
+        optimizer = wrap(group, params, CODECS[name])
+        # Ranks in another order have other parts of the sum.
+        loaded = (group.rank + (hosts[0] == "b")) % 3
+        if group.rank < 3:
+            optimizer.load_state_dict(copy.deepcopy(saved[loaded][0]))
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        optimizer.synchronize()
+        kinds = {kind for kinds in residuals_of(optimizer).values() for kind in kinds}
+        assert len(hosts) > 2 or "sum" not in kinds
+        before = saved[loaded][1] if group.rank < 3 else torch.zeros(NUMEL)
+        return params[1].grad, kept_of(optimizer, "p1"), before
+
+    found = on(hosts, load)
+    sent = found[0][0] * len(hosts)
+    kept, before = (sum(each[place] for each in found) for place in (1, 2))
+    assert torch.allclose(sent + kept, before, atol=1e-5)
+
+
 def kept_of(optimizer: hvd.DistributedOptimizer, name: str) -> Tensor:
     """All that a rank has kept of a gradient of NUMEL elements."""
     total = torch.zeros(NUMEL)
     for start, _, values in residuals_of(optimizer).get(name, {}).values():
         total[start : start + len(values)] += values
     return total
-
-
-def assert_same(left: Any, right: Any) -> None:
-    if isinstance(left, Tensor):
-        assert torch.equal(left, right)
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key, value in left.items():
-            assert_same(value, right[key])
-    elif isinstance(left, (list, tuple)):
-        for one, other in zip(left, right, strict=True):
-            assert_same(one, other)
-    else:
-        assert left == right
 
 
 def test_broadcast_optimizer_state_leaves_residuals_alone():
@@ -367,6 +415,24 @@ def test_infinities_reach_every_rank_and_leave_no_trace():
         on(place, rank)
 
 
+@each_form
+@everywhere
+def test_after_a_step_with_infinities_the_next_is_finite_again(place, name):
+    # Both numbers of elements leave gaps in the bucket, which codecs encode together with gradients.
+    def rank(group: Group) -> None:
+        params = [nn.Parameter(torch.zeros(numel)) for numel in (301, 77)]
+        optimizer = wrap(group, params, FORMS[name])
+        for factor in (1.0, math.inf, 1.0):
+            for number, param in enumerate(params):
+                param.grad = gradient(group.rank, number, param.numel()) * factor
+            optimizer.synchronize()
+            # Of the largest alone, those in one parameter are enough for a GradScaler.
+            assert all(param.grad.isfinite().all() for param in params) == math.isfinite(factor)
+            optimizer.zero_grad()
+
+    on(place, rank)
+
+
 def test_ones_own_codec_is_a_class_of_two_methods():
     class Signs(hvd.Codec):
         block = 8
@@ -394,10 +460,47 @@ def test_ones_own_codec_is_a_class_of_two_methods():
 
 def test_ranks_with_different_codecs_are_told():
     def rank(group: Group) -> None:
-        with pytest.raises(hvd.MismatchError, match=r"\(compression, .*Compression\.int8.*Compression\.int4"):
+        with pytest.raises(hvd.MismatchError, match=r": compression is Compression\.int8 on .*Compression\.int4"):
             wrap(group, [nn.Parameter(torch.zeros(3))], list(CODECS.values())[group.rank]).step()
 
     run_ranks(2, rank)
+
+
+class OfBits(hvd.Codec):
+    """A codec of one's own whose wires depend on the numbers that it is made with."""
+
+    def __init__(self, bits: int, block: int = 8) -> None:
+        self.bits = bits
+        self.block = block
+
+    def nbytes(self, numel: int) -> int:
+        return numel * self.bits // 8
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        out.zero_()
+
+    def decode(self, wire: Tensor, out: Tensor) -> None:
+        out.zero_()
+
+
+@pytest.mark.parametrize("is_outer", [False, True])
+def test_ranks_with_different_instances_of_ones_own_codec_are_told(is_outer):
+    def rank(group: Group) -> None:
+        codec = OfBits([4, 8][group.rank])
+        options = {"outer": hvd.DiLoCo(2, compression=codec)} if is_outer else {}
+        param = nn.Parameter(torch.zeros(3))
+        words = r"OfBits \(blocks of 8 numbers in 4 bytes, with error feedback\).*in 8 bytes"
+        with pytest.raises(hvd.MismatchError, match=words):
+            wrap(group, [param], hvd.Compression.none if is_outer else codec, **options).step()
+
+    run_ranks(2, rank)
+
+
+def test_a_codec_without_whole_blocks_is_refused():
+    for refuse in (lambda codec: hvd.DiLoCo(2, compression=codec), lambda codec: check_codec(codec, hvd.Average)):
+        for codec in (OfBits(4, block=0), OfBits(4, block=4)):
+            with pytest.raises(ValueError, match="its block must be a positive number of elements"):
+                refuse(codec)
 
 
 def test_a_rank_that_has_joined_gives_zeros():

@@ -78,9 +78,11 @@ def test_wrong_arguments_are_value_errors_on_every_rank(options, words):
             raise outcome
 
 
-@pytest.mark.parametrize("compression", ["fp16", None, hvd.Compression, 16])
+@pytest.mark.parametrize("compression", ["fp16", None, hvd.Compression, hvd.Compression.topk, 16])
 def test_an_unknown_compression_is_an_error_that_lists_the_known_ones(compression):
-    with pytest.raises(TypeError, match=r"hvd.Compression.none, hvd.Compression.fp16"):
+    with pytest.raises(
+        TypeError, match=r"use hvd\.Compression\.none, \.fp16, \.bf16, \.int8, \.int4, \.topk\(\) or \.powersgd\(\)"
+    ):
         run_ranks(2, lambda group: wrap(group, [weight()], compression=compression))
 
 

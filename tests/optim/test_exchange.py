@@ -163,7 +163,7 @@ def test_state_that_there_is_nobody_for_is_an_error():
         optimizer = wrap(group, make_model())
         state = optimizer.state_dict()
         assert set(state) == {"state", "param_groups"}
-        with pytest.raises(ValueError, match=r"the state of an exchange, for '0.weight' .*with the same exchange="):
+        with pytest.raises(ValueError, match=r"the state of an exchange, for '0.weight' .* same .* or exchange="):
             optimizer.load_state_dict({**state, "hvdlite": {"exchange": {"0.weight": torch.zeros(3, 4)}}})
 
     run_ranks(1, rank)
@@ -300,9 +300,7 @@ def test_what_is_no_exchange_is_a_type_error_that_says_what_is_wanted(exchange, 
 
 def test_ranks_with_different_exchanges_are_told():
     def rank(group: Group) -> None:
-        with pytest.raises(
-            hvd.MismatchError, match=r"\(exchange, .*test_exchange\.Looking.*test_exchange\.ScaledSigns"
-        ):
+        with pytest.raises(hvd.MismatchError, match=r": exchange is .*test_exchange\.Looking.* rank 0 .*\.ScaledSigns"):
             wrap(group, make_model(), exchange=(Looking, ScaledSigns)[group.rank]).step()
 
     run_ranks(2, rank)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hvdlite.optim.flags import RankAndSize
 from hvdlite.optim.gradient_state import GradientState
 from hvdlite.optim.kept_gradients import KeptGradients
+from hvdlite.optim.layout import Layout
 from hvdlite.optim.plan import ParamSpec, plan_buckets
+from hvdlite.optim.weights import Weights
 
 
 class Home:
@@ -101,3 +104,41 @@ def test_a_step_that_was_given_up_leaves_nothing_to_the_next(states):
     kept.forget()
     assert not kept._gradients
     assert not kept._states
+
+
+def layout_of(params, ranks):
+    layout = Layout(
+        ranks=ranks,
+        cap_bytes=1 << 20,
+        scale_of=lambda dtype: 1.0,
+        densify=False,
+        memory=lambda numel, dtype, device: torch.zeros(numel, dtype=dtype, device=device),
+        stays=False,
+        aligned=False,
+        weights=Weights(ranks),
+    )
+    layout.add(params, [])
+    layout.expect()
+    return layout
+
+
+def test_gradients_stay_those_of_the_parameters_where_the_next_layout_takes_the_memory_over():
+    params = {name: torch.nn.Parameter(torch.zeros(3)) for name in ("a", "b")}
+    first = layout_of(params, RankAndSize(0, 3))
+    for number, param in enumerate(params.values()):
+        param.grad = torch.full((3,), number + 1.0)
+        first.states[id(param)].home.take(first.states[id(param)], True)
+    second = layout_of(params, RankAndSize(0, 2))
+    second.take_over(first.buffers(), lambda _: True)
+    assert [param.grad.tolist() for param in params.values()] == [[1.0] * 3, [2.0] * 3]
+    # As after zero_grad(set_to_none=False): autograd adds in place, to one gradient after the other.
+    for param in params.values():
+        param.grad.zero_()
+    for number, param in enumerate(params.values()):
+        param.grad.add_(number + 3.0)
+        second.states[id(param)].home.take(second.states[id(param)], True)
+    (bucket,) = second.buckets
+    assert bucket.is_full
+    bucket.require_same()
+    assert bucket.flat.data_ptr() == first.buckets[0].flat.data_ptr()
+    assert [param.grad.tolist() for param in params.values()] == [[3.0] * 3, [4.0] * 3]

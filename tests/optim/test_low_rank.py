@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fake_bucket import FakeBucket
 from fake_hosts import PLACES, on
 from ranks import counting, run_ranks, set_of
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as ddps
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
-from hvdlite.compression.low_rank import Product, orthonormal
+from hvdlite.compression.low_rank import orthonormal, products, times_matrix
 
 everywhere = pytest.mark.parametrize("place", PLACES)
 
@@ -98,27 +99,6 @@ def test_all_ranks_get_equal_bits_and_what_was_not_sent_is_kept(place, cap):
             assert torch.linalg.matrix_rank(average.view(average.shape[0], -1)) == 2
             sums[name] += total - average * size
             assert torch.allclose(sums[name], sum(each[step][1][name] for each in ranks), atol=1e-4)
-
-
-class FakeBucket:
-    """A bucket of DDP's, for its hook."""
-
-    def __init__(self, grads: list[Tensor]) -> None:
-        self._flat = torch.cat([grad.reshape(-1) for grad in grads])
-        self._shapes = [grad.shape for grad in grads]
-
-    def buffer(self) -> Tensor:
-        return self._flat
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return True
-
-    def gradients(self) -> list[Tensor]:
-        parts = self._flat.split([shape.numel() for shape in self._shapes])
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
 @pytest.mark.parametrize("rank_of_products", [1, 2, 4])
@@ -279,7 +259,7 @@ def test_two_hosts_get_the_bits_of_the_steps_in_one_process(place):
             first, *others = [gradient(number, step, 0) for number, name in enumerate(hosts) if name == host]
             sums[host] = sum(others, first) + residuals[host]
         (basis,) = orthonormal([q])
-        p = sum((total @ basis.t()).t().contiguous() for total in sums.values())
+        p = sum(basis @ total.t() for total in sums.values())
         (p,) = orthonormal([p])
         q = sum(p @ total for total in sums.values())
         whole = p[0].unsqueeze(1) * q[0] + p[1].unsqueeze(1) * q[1]
@@ -360,12 +340,35 @@ def test_rows_are_made_orthonormal_and_dependent_ones_zero():
     assert not empty.any()
 
 
+def test_rows_that_nearly_depend_on_each_other_are_made_orthonormal():
+    rows = torch.randn(5, 700, generator=torch.Generator().manual_seed(1))
+    rows[3] = rows[0] - rows[1] + 1e-4 * rows[3]
+    rows[4] = 1e20 * rows[4]
+    (found,) = orthonormal([rows])
+    found = found.double()
+    torch.testing.assert_close(found @ found.t(), torch.eye(5, dtype=torch.float64), rtol=0.0, atol=1e-6)
+    # Each is in the span of the rows up to its own.
+    expected = torch.linalg.qr(rows.double().t()).Q.t()
+    torch.testing.assert_close((found @ expected.t()).abs(), torch.eye(5, dtype=torch.float64), rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (1000, 700), (3, 40000)])
+def test_a_thin_matrix_times_a_matrix_is_the_product(shape, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        p, matrix = torch.randn(4, shape[0]), torch.randn(shape)
+        torch.testing.assert_close(times_matrix(p, matrix), (p.double() @ matrix.double()).float(), rtol=0.0, atol=1e-3)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (100, 700), (3, 40000)])
 def test_a_product_in_pieces_is_the_product(shape):
     generator = torch.Generator().manual_seed(0)
     p, q = (torch.randn(3, length, generator=generator) for length in shape)
-    product = Product(p, q)
-    made = torch.cat([product.piece(*bounds).clone() for bounds in product.pieces()])
+    made = torch.cat([piece.clone() for piece in products(p, q)])
     assert torch.allclose(made, p.t() @ q, atol=1e-5)
 
 

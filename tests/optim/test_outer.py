@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import copy
+import gc
+import math
 import pickle
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
+from equal_states import assert_same
 from fake_hosts import PLACES, on
 from ranks import attempt_ranks, counting, set_of
 from torch import Tensor, nn
-from worlds import attempt_worlds, run_generations
+from worlds import attempt_worlds, run_generations, run_worlds
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
-from hvdlite.compression.codecs import add_decoded, encode_all, wire_bytes
+from hvdlite.compression.codecs import wire_bytes
+from hvdlite.compression.top_k import TopK
+from hvdlite.optim import outer_steps
 from hvdlite.optim.arguments import check_survivable
 from hvdlite.optim.settings import Settings
+from hvdlite.runtime.world import current_world
 
 STREAMING = hvd.DiLoCo(sync_every=6, lr=0.7, momentum=0.9, fragments=3, delay=2, mix=0.25)
 OUTERS = {
@@ -27,6 +36,7 @@ OUTERS = {
     "streaming": STREAMING,
     "overlapping fragments": hvd.DiLoCo(sync_every=4, fragments=4, delay=3),
     "int4": hvd.DiLoCo(sync_every=4, fragments=2, delay=1, compression=hvd.Compression.int4),
+    "SparseLoCo": hvd.DiLoCo(3, lr=0.9, momentum=0.0, compression=hvd.Compression.topk(0.2, error_decay=0.9)),
 }
 INNERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -122,6 +132,11 @@ def plain_diloco(place: str, outer: Any, inner: str, steps: int) -> tuple[list[T
                             through(rule.compression, delta, kept[number])
                             for delta, kept in zip(deltas, residual, strict=True)
                         ]
+                    if isinstance(rule.compression, TopK):
+                        deltas = [
+                            largest_of(rule.compression, delta, kept[number], len(replicas[0]))
+                            for delta, kept in zip(deltas, residual, strict=True)
+                        ]
                     arriving.setdefault(step + rule.delay, []).append((number, sum(deltas) / len(deltas)))
         for number, average in arriving.pop(step, []):
             velocity[number] = rule.momentum * velocity[number] + average
@@ -134,15 +149,29 @@ def plain_diloco(place: str, outer: Any, inner: str, steps: int) -> tuple[list[T
 def through(codec: Any, values: Tensor, residual: Tensor) -> Tensor:
     """What a wire holds of these values and their residual, which is changed."""
     wire, out = torch.empty(wire_bytes(codec, values.numel()), dtype=torch.uint8), torch.empty_like(values)
-    encode_all(codec, values.reshape(-1), wire, residual)
-    add_decoded(codec, [wire], out.view(-1))
+    codec.encode_all(values.reshape(-1), wire, residual)
+    codec.add_decoded([wire], out.view(-1))
     return out
+
+
+def largest_of(form: Any, values: Tensor, residual: Tensor, ranks: int) -> Tensor:
+    """What is sent of these values and their residual, which is changed; each rank of a host has a part of them."""
+    sent = torch.zeros_like(residual)
+    wanted = residual.mul_(form.error_decay).add_(values.reshape(-1))
+    each = -(-len(wanted) // ranks)
+    for start in range(0, len(wanted), each):
+        part = wanted[start : start + each]
+        places = start + part.abs().topk(math.ceil(form.density * len(part))).indices
+        sent[places] = wanted[places].bfloat16().double()
+    wanted.sub_(sent)
+    return sent.view_as(values)
 
 
 @pytest.mark.parametrize(
     ("place", "inner", "name"),
     [
         *[(place, "SGD", "streaming") for place in PLACES],
+        *[(place, "AdamW", "SparseLoCo") for place in PLACES if place != "2 hosts of 2"],
         *[("2 hosts of 2", "AdamW", name) for name in OUTERS if name != "int4"],
         ("3 hosts", "AdamW", "DiLoCo"),
         ("2 hosts", "SGD", "LocalSGD"),
@@ -301,7 +330,7 @@ def test_fragments_send_their_part_in_turns_and_int4_sends_an_eighth():
     [
         *[("2 hosts", name, 7) for name in OUTERS],
         *[("2 hosts of 2", name, stop) for name in ("streaming", "int4") for stop in (4, 9)],
-        ("3 hosts of 2", "int4", 9),
+        *[("3 hosts of 2", name, 8) for name in ("int4", "SparseLoCo")],
     ],
 )
 def test_a_run_that_is_saved_and_resumed_has_the_bits_of_one_that_was_not(place, name, stop):
@@ -328,7 +357,7 @@ def test_a_run_that_is_saved_and_resumed_has_the_bits_of_one_that_was_not(place,
     on(place, rank)
 
 
-@pytest.mark.parametrize("name", ["streaming", "int4"])
+@pytest.mark.parametrize("name", ["streaming", "int4", "SparseLoCo"])
 @pytest.mark.parametrize("place", ["2 hosts of 2", "3 hosts of 2", "3 hosts"])
 def test_one_consolidated_file_resumes_on_other_hosts(place, name):
     stop = 7
@@ -368,6 +397,38 @@ def test_one_consolidated_file_resumes_on_other_hosts(place, name):
                 for kind, (start, values) in kinds.items():
                     assert start == 0
                     assert torch.equal(values, whole[param][kind][1])
+
+
+def test_max_norm_clips_the_averages_of_each_host_with_the_bits_of_clipping_by_hand():
+    def rank(group: Group) -> Any:
+        found = []
+        for max_norm in (0.4, None):
+            model = make_model()
+            optimizer = wrap(group, model, OUTERS["DiLoCo"], "AdamW", max_norm=max_norm)
+            norms = []
+            for step in range(9):
+                optimizer.zero_grad()
+                loss_of(model, group.rank, step).backward()
+                if max_norm is not None:
+                    optimizer.step()
+                    norms.append(optimizer.grad_norm)
+                    continue
+                optimizer.synchronize()
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.4))
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            found.append((torch.stack(norms), values_of(model)))
+            optimizer.close()
+        (norms, values), (by_hand, values_by_hand) = found
+        assert torch.equal(norms, by_hand)
+        assert torch.equal(values, values_by_hand)
+        return norms
+
+    norms = on("2 hosts of 2", rank)
+    assert (norms[0] > 0.4).any()
+    assert torch.equal(norms[0], norms[1])
+    assert torch.equal(norms[2], norms[3])
+    assert not torch.equal(norms[0], norms[2])
 
 
 def test_gradients_are_accumulated_within_a_step_and_steps_are_counted():
@@ -458,6 +519,44 @@ def test_averaged_restores_the_parameters_after_an_exception_and_forbids_steps()
         ):
             train(optimizer, model, group.rank, 7, 8)
         assert torch.equal(values_of(model), own)
+
+    on("2 hosts of 2", rank)
+
+
+@pytest.mark.parametrize("place", ["2 hosts", "2 hosts of 2"])
+def test_averaged_shows_a_loaded_anchor_before_the_first_step(place):
+    def rank(group: Group) -> Tensor:
+        model = make_model()
+        optimizer = wrap(group, model, STREAMING)
+        train(optimizer, model, group.rank, 0, 7)
+        with optimizer.averaged():
+            anchor = values_of(model)
+        own, state = values_of(model), copy.deepcopy(optimizer.state_dict())
+        assert not torch.equal(own, anchor)
+        optimizer.close()
+        optimizer = wrap(group, model, STREAMING)
+        optimizer.load_state_dict(state)
+        with optimizer.averaged():
+            assert torch.equal(values_of(model), anchor)
+        assert torch.equal(values_of(model), own)
+        train(optimizer, model, group.rank, 7, 8)
+        return anchor
+
+    first, *others = on(place, rank)
+    assert all(torch.equal(other, first) for other in others)
+
+
+def test_parameters_that_were_added_since_the_last_step_stay_as_they_are_in_averaged():
+    def rank(group: Group) -> None:
+        model, added = make_model(), nn.Parameter(torch.full((3,), float(group.rank)))
+        optimizer = wrap(group, model, STREAMING)
+        train(optimizer, model, group.rank, 0, 7)
+        with optimizer.averaged():
+            anchor = values_of(model)
+        optimizer.add_param_group({"params": [added]})
+        with optimizer.averaged():
+            assert torch.equal(values_of(model), anchor)
+            assert torch.equal(added, torch.full((3,), float(group.rank)))
 
     on("2 hosts of 2", rank)
 
@@ -579,24 +678,59 @@ def test_a_new_world_begins_an_interval_from_the_parameters_of_rank_0():
 # -- refused
 
 
-def test_join_is_refused():
+@pytest.mark.parametrize("first", [0, 1])
+def test_join_is_refused_on_every_rank_also_after_another_has_left(first):
+    has_left = threading.Event()
+
     def rank(number: int) -> None:
         model = make_model()
         optimizer = hvd.DistributedOptimizer(
             INNERS["SGD"](model.parameters()), model.named_parameters(), outer=hvd.LocalSGD(sync_every=2)
         )
         train(optimizer, model, number, 0, 1)
-        hvd.join()
+        if number != first:
+            assert has_left.wait(60)
+        try:
+            hvd.join()
+        finally:
+            current_world().controller.close()
+            has_left.set()
 
     for error in attempt_worlds(2, rank):
         assert isinstance(error, hvd.GradientError)
         assert "hvd.join() does not work with outer=LocalSGD(sync_every=2)" in str(error)
 
 
+def test_join_is_not_refused_for_an_optimizer_that_is_gone_on_one_rank():
+    kept: list[Any] = []
+    is_gone = threading.Event()
+
+    def rank(number: int) -> int:
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(
+            INNERS["SGD"](model.parameters()), model.named_parameters(), outer=hvd.LocalSGD(sync_every=2)
+        )
+        train(optimizer, model, number, 0, 1)
+        if number == 0:
+            kept.append(optimizer)
+            # A join before that would keep the other rank's optimizer.
+            is_gone.wait()
+        else:
+            # Until it is gone: what finalizers leave, the next collection takes.
+            reducer = ref(optimizer._reducer)
+            del optimizer, model
+            while reducer() is not None:
+                gc.collect()
+            is_gone.set()
+        return hvd.join()
+
+    assert len(set(run_worlds(2, rank))) == 1
+
+
 def test_steps_that_survive_a_lost_rank_are_refused():
     settings = Settings(hvd.Compression.none, hvd.Average, 1.0, 1, False, outer=hvd.LocalSGD(sync_every=2))
     with pytest.raises(ValueError, match=r"--survive, .* does not work with outer=LocalSGD\(sync_every=2\)"):
-        check_survivable(settings, has_all_ranks=True, params=[])
+        check_survivable(settings, has_all_ranks=True)
 
 
 @pytest.mark.parametrize(
@@ -613,6 +747,7 @@ def test_steps_that_survive_a_lost_rank_are_refused():
         (lambda: hvd.DiLoCo(sync_every=4, lr=0), "lr=0 is not a positive number"),
         (lambda: hvd.DiLoCo(sync_every=4, momentum=1.0), "momentum=1.0 is not from 0 to below 1"),
         (lambda: hvd.DiLoCo(sync_every=4, compression=hvd.Compressor), "is no format of outer gradients"),
+        (lambda: hvd.DiLoCo(sync_every=4, compression=hvd.Compression.powersgd()), "is no format of outer gradients"),
     ],
 )
 def test_numbers_outside_their_range_are_refused(make, words):
@@ -758,5 +893,127 @@ def test_a_state_of_another_number_of_ranks_on_each_host_is_refused():
         optimizer = wrap(group, make_model(), hvd.LocalSGD(sync_every=4))
         with pytest.raises(ValueError, match="is of 2 hosts with 2 ranks each, and there are 2 with 1"):
             optimizer.load_state_dict(state)
+
+    on("2 hosts", rank)
+
+
+def resaved(group: Group, outer: Any, steps: int, is_whole: bool) -> tuple[nn.Module, Any, Tensor]:
+    """A model after some steps with a bucket for each parameter, the optimizer's state, and the anchor."""
+    model = make_model()
+    optimizer = wrap(group, model, outer)
+    train(optimizer, model, group.rank, 0, steps)
+    with optimizer.averaged():
+        anchor = values_of(model)
+    if is_whole:
+        states = []
+        for to in range(group.size):
+            optimizer.consolidate_state_dict(to)
+            if to == group.rank:
+                states.append(copy.deepcopy(optimizer.state_dict()))
+        (state,) = states
+    else:
+        state = copy.deepcopy(optimizer.state_dict())
+    optimizer.close()
+    return model, state, anchor
+
+
+@pytest.mark.parametrize(("place", "is_whole"), [("2 hosts", False), ("2 hosts of 2", True)])
+def test_a_state_of_whole_parameters_may_be_loaded_into_other_buckets(place, is_whole):
+    def rank(group: Group) -> None:
+        model, state, anchor = resaved(group, OUTERS["DiLoCo"], 6, is_whole)
+        optimizer = wrap(group, model, OUTERS["DiLoCo"], bucket_cap_mb=1)
+        optimizer.load_state_dict(state)
+        with optimizer.averaged():
+            assert torch.equal(values_of(model), anchor)
+        train(optimizer, model, group.rank, 6, 9)
+
+    on(place, rank)
+
+
+def test_a_state_of_one_ranks_shards_is_refused_in_other_buckets_and_may_be_older_than_their_names():
+    def rank(group: Group) -> None:
+        model, state, anchor = resaved(group, OUTERS["DiLoCo"], 6, is_whole=False)
+        optimizer = wrap(group, model, OUTERS["DiLoCo"], bucket_cap_mb=1)
+        with pytest.raises(ValueError, match=r"other buckets: use the same bucket_cap_mb .* call consolidate_state"):
+            optimizer.load_state_dict(state)
+        optimizer.close()
+        del state["hvdlite"]["outer"]["buckets"]
+        optimizer = wrap(group, model, OUTERS["DiLoCo"])
+        optimizer.load_state_dict(state)
+        with optimizer.averaged():
+            assert torch.equal(values_of(model), anchor)
+
+    on("2 hosts of 2", rank)
+
+
+def test_a_fragment_that_was_on_its_way_is_refused_in_other_buckets():
+    outer = hvd.DiLoCo(sync_every=4, fragments=2, delay=1)
+
+    def rank(group: Group) -> None:
+        model, state, _ = resaved(group, outer, 6, is_whole=True)
+        assert len(state["hvdlite"]["outer"]["in_flight"]) == 1
+        params = dict(model.named_parameters())
+        pairs = [[params["0.weight"], params["0.bias"]], [params["2.weight"], params["2.bias"]]]
+        optimizer = wrap(group, model, outer, groups=pairs, bucket_cap_mb=1)
+        with pytest.raises(ValueError, match=r"of other buckets: use the same bucket_cap_mb and groups, or delete"):
+            optimizer.load_state_dict(state)
+
+    on("2 hosts of 2", rank)
+
+
+@pytest.mark.parametrize("name", ["DiLoCo", "int4", "SparseLoCo"])
+def test_ranks_without_a_part_of_any_parameter_consolidate_with_the_others_after_a_load(name):
+    def rank(group: Group) -> Any:
+        outer, model = OUTERS[name], nn.Linear(1, 1, bias=False).double()
+        if outer.fragments > 1:
+            outer = replace(outer, fragments=1)
+        nn.init.ones_(model.weight)
+        optimizer = wrap(group, model, outer)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.full((1, 1), group.rank + 1.0, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+
+        for _ in range(6):
+            step()
+        state = copy.deepcopy(optimizer.state_dict())
+        found = []
+        for is_loaded in (False, True):
+            if is_loaded:
+                optimizer.close()
+                optimizer = wrap(group, model, outer)
+                optimizer.load_state_dict(state)
+            optimizer.consolidate_state_dict()
+            found.append(optimizer.state_dict())
+        if group.rank == 0:
+            assert_same(*found)
+            assert "velocity" in found[0]["hvdlite"]["outer"]["parameters"]["weight"] or not outer.momentum
+
+    on("2 hosts of 2", rank)
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_load_has_the_program_wait_for_a_stream_that_still_averages(is_empty, monkeypatch):
+    waited: list[object] = []
+
+    def wait(self: object) -> None:
+        waited.append(self)
+
+    monkeypatch.setattr(outer_steps._OnStream, "wait", wait)
+    monkeypatch.setattr(outer_steps._OnStream, "is_completed", lambda self: True)
+
+    def rank(group: Group) -> None:
+        model = make_model()
+        optimizer = wrap(group, model, STREAMING)
+        train(optimizer, model, group.rank, 0, 2)
+        state = optimizer.state_dict()
+        (launch,) = optimizer._reducer.outer._in_flight
+        stream = object.__new__(outer_steps._OnStream)
+        launch._works.append(stream)
+        if is_empty:
+            del state["hvdlite"]
+        optimizer.load_state_dict(state)
+        assert any(each is stream for each in waited)
 
     on("2 hosts", rank)

@@ -87,6 +87,17 @@ def test_a_stage_waits_for_its_collective_and_for_the_bucket_before():
     assert buckets.begun[4:] == [("one", 2), ("two", 2)]
 
 
+def test_a_stage_begins_when_its_collective_calls_back_even_if_that_does_not_count_as_completed_yet():
+    buckets = Buckets()
+    buckets.start("one")
+    buckets.wait_for(("one", 0))
+    collective = buckets.collectives["one", 0]
+    collective.is_completed = lambda: False  # as gloo's, which calls back first
+    collective.end()
+    # Nobody waits for the stages, and so looks again.
+    buckets.wait_for(("one", 0), ("one", 1))
+
+
 def test_an_error_of_a_collective_is_raised_in_the_wait_and_ends_the_later_stages():
     buckets = Buckets()
     one = buckets.start("one")
@@ -99,6 +110,22 @@ def test_an_error_of_a_collective_is_raised_in_the_wait_and_ends_the_later_stage
     for stage in (0, 1):
         buckets.collectives["two", stage].end()
     two.wait()
+
+
+def test_stages_that_are_given_up_never_run_and_others_may_be_started():
+    buckets = Buckets()
+    one, two = buckets.start("one"), buckets.start("two")
+    buckets.wait_for(("one", 0), ("two", 0))
+    old = dict(buckets.collectives)
+    buckets.runner.give_up()
+    for stages in (one, two):
+        with pytest.raises(RuntimeError, match="given up"):
+            stages.wait()
+    three = buckets.start("three")
+    for collective in (*old.values(), buckets.collectives["three", 0], buckets.collectives["three", 1]):
+        collective.end()
+    three.wait()
+    assert buckets.begun == [("one", 0), ("two", 0), ("three", 0), ("three", 1), ("three", 2)]
 
 
 def test_the_thread_ends_with_its_runner():

@@ -165,6 +165,32 @@ def test_a_density_that_is_none_is_refused(density):
         hvd.Compression.topk(density)
 
 
+@pytest.mark.parametrize("decay", [-0.1, 1.5, math.nan, "much", None])
+def test_an_error_decay_that_is_none_is_refused(decay):
+    with pytest.raises(ValueError, match=r"topk: error_decay=.* from 0 to 1"):
+        hvd.Compression.topk(error_decay=decay)
+
+
+def test_what_was_not_sent_decays_where_that_is_asked():
+    def rank(group: Group) -> None:
+        param = nn.Parameter(torch.zeros(NUMEL))
+        form = hvd.Compression.topk(0.05, error_decay=0.5)
+        inner = torch.optim.SGD([param], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(inner, [("p0", param)], compression=form, process_set=set_of(group))
+        param.grad = gradient(group.rank, 0)
+        optimizer.step()
+        before = kept_of(optimizer)
+        optimizer.zero_grad()
+        param.grad = torch.zeros(NUMEL)
+        optimizer.step()
+        wanted = before * 0.5
+        places = wanted.abs().topk(math.ceil(0.05 * NUMEL)).indices
+        wanted[places] -= wanted[places].bfloat16().float()
+        assert torch.equal(kept_of(optimizer), wanted)
+
+    on("2 hosts", rank)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -183,3 +209,26 @@ def test_ranks_with_different_densities_are_told():
             wrap(group, [nn.Parameter(torch.zeros(3))], 0.1 * (group.rank + 1)).step()
 
     run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("place", ["2 hosts", "3 hosts of 2"])
+def test_what_is_kept_stays_on_all_ranks_where_one_of_them_has_an_infinity(place):
+    def rank(group: Group) -> None:
+        param = nn.Parameter(torch.zeros(NUMEL))
+        inner = torch.optim.SGD([param], lr=1.0)
+        form = hvd.Compression.topk(0.05, error_decay=0.9)
+        optimizer = hvd.DistributedOptimizer(inner, [("p0", param)], compression=form, process_set=set_of(group))
+        param.grad = gradient(group.rank, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = kept_of(optimizer)
+        assert before.any()
+        param.grad = gradient(group.rank, 1)
+        if group.rank == 0:
+            # In the part of each of the host's ranks.
+            param.grad[[7, -7]] = math.inf
+        optimizer.synchronize()
+        assert not param.grad.isfinite().all()
+        assert torch.equal(kept_of(optimizer), before)
+
+    on(place, rank)

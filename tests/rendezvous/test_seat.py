@@ -14,7 +14,14 @@ from local_store import local_agents
 import hvdlite as hvd
 from hvdlite.errors import WorkerRemovedError
 from hvdlite.rendezvous.launchers import ElasticWorker, read_elastic_worker, read_placement
-from hvdlite.rendezvous.seat import Seat, wait_for_seat
+from hvdlite.rendezvous.seat import (
+    Program,
+    Seat,
+    find_program,
+    tell_of_program,
+    wait_for_seat,
+    wait_for_seat_or_program,
+)
 from hvdlite.rendezvous.store_client import StoreClient
 
 WORKER = {
@@ -96,3 +103,21 @@ def test_a_process_that_does_not_catch_its_removal_ends_well_and_without_a_trace
     program = "from hvdlite.errors import WorkerRemovedError; raise WorkerRemovedError('gone')"
     run = subprocess.run([sys.executable, "-c", program], timeout=100, check=False, capture_output=True)
     assert (run.returncode, run.stderr) == (0, b"")
+
+
+def test_a_new_worker_hears_of_a_program_that_it_can_join_at_once_or_while_it_waits_for_a_seat(agent):
+    client = StoreClient(agent.path)
+    assert find_program(client) is None
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(wait_for_seat_or_program, StoreClient(agent.path), StoreClient(agent.path), 7)
+        tell_of_program(client, ["a", "a", "b"])
+        assert waiting.result() == Program(("a", "a", "b"))
+    assert find_program(client) == Program(("a", "a", "b"))
+
+
+def test_a_new_worker_that_is_given_a_seat_first_takes_that(agent):
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(wait_for_seat_or_program, StoreClient(agent.path), StoreClient(agent.path), 7)
+        seat = {"generation": 1, "rank": 0, "size": 1, "newcomers": 1}
+        StoreClient(agent.path).set({b"seat/7/0": json.dumps(seat).encode()})
+        assert waiting.result() == Seat(**seat)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from hvdlite.errors import PeerLostError
 from hvdlite.rendezvous.seat import Seat
 from hvdlite.runtime import survival as module
-from hvdlite.runtime.survival import Note, Survival
+from hvdlite.runtime.survival import Note, Outcome, Survival
 
 
 class Noted:
@@ -20,6 +21,9 @@ class Noted:
 
     def note_vote(self, number):
         self.told.append(("vote", number))
+
+    def note_discarded(self, number):
+        self.told.append(("discarded", number))
 
     def note_of(self, number):
         return {"in": number}
@@ -34,15 +38,15 @@ class Noted:
 def survival_that_hears(monkeypatch, other, newcomers=0):
     """One whose next world has one rank besides it, which reports the same, as ``other`` changes it."""
     monkeypatch.setattr(module, "KeyListener", lambda *_: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(module, "StoreClient", SimpleNamespace(from_url=lambda _: None))
+    monkeypatch.setattr(module, "StoreClient", SimpleNamespace(from_url=lambda _: Mock()))
     monkeypatch.setenv("HVDLITE_STORE", "unix:///nowhere")
-    group = SimpleNamespace(all_gather_json=lambda own, what: [own, other(own)])
+    group = SimpleNamespace(all_gather_json=lambda own, what: [own, other(own)], describe_rank=str)
     survival = Survival(lambda: survival.begin(group, Seat(2, 0, 2, newcomers)), lambda _: None)
     return survival
 
 
 def test_a_follower_gets_the_notes_of_all_ranks_and_the_votes(monkeypatch):
-    survival = survival_that_hears(monkeypatch, lambda own: [*own[:3], [8, own[3][1]]])
+    survival = survival_that_hears(monkeypatch, lambda own: [*own[:4], [8, own[4][1]]])
     noted = Noted()
     survival.follow(noted)
     survival.note_passed(4)
@@ -51,12 +55,22 @@ def test_a_follower_gets_the_notes_of_all_ranks_and_the_votes(monkeypatch):
 
 
 def test_one_that_other_ranks_lack_is_left_alone(monkeypatch):
-    survival = survival_that_hears(monkeypatch, lambda own: [*own[:3], [0, {"sampler#0": {"in": 1}}]])
+    survival = survival_that_hears(monkeypatch, lambda own: [*own[:4], [0, {"sampler#0": {"in": 1}}]])
     older, newer, stranger = Noted(), Noted(), Noted("other")
     for each in (older, newer, stranger):
         survival.follow(each)
     survival.go_on(PeerLostError("lost"), 4)
     assert [len(each.told) for each in (older, newer, stranger)] == [0, 1, 0]
+
+
+def test_one_that_is_in_its_last_step_draws_nothing_more(monkeypatch):
+    # The other rank has heard of one whose program has ended after this step.
+    left = [[[[4, 1]], []]]
+    survival = survival_that_hears(monkeypatch, lambda own: [*own[:3], [*own[3][:3], left, "1.1"], *own[4:]])
+    noted = Noted()
+    survival.follow(noted)
+    assert survival.go_on(PeerLostError("lost"), 4) is Outcome.HAS_AVERAGES
+    assert noted.told == []
 
 
 def test_a_step_that_is_given_up_for_newcomers_is_begun_again(monkeypatch):

@@ -363,18 +363,23 @@ def test_the_thread_in_the_background_wakes_once_however_often_it_was_wanted(mon
 def test_where_reads_may_be_reordered_what_others_have_written_is_read_behind_a_fence(monkeypatch: Any) -> None:
     """The effect of a fence shows only on such a machine; this checks that there is one, after the counters."""
     seen: list[bool] = []
+    is_over = threading.Event()
     fence = peers.fence
     monkeypatch.setattr(peers, "_READS_IN_ORDER", False)
 
     def on_rank(engine: ShmEngine) -> None:
-        monkeypatch.setattr(peers, "fence", lambda: (seen.append(True), fence()))
-        assert not engine._context.peers.reached(0, 1)
-        assert not seen
-        assert engine._context.peers.reached(0, 0)
-        assert len(seen) == 1
+        try:
+            monkeypatch.setattr(peers, "fence", lambda: (seen.append(True), fence()))
+            assert not engine._context.peers.reached(0, 1)
+            assert not seen
+            assert engine._context.peers.reached(0, 0)
+            assert len(seen) == 1
+        finally:
+            is_over.set()
 
-    on_two = attempt_engines(2, lambda engine: on_rank(engine) if engine.rank == 0 else None)
-    assert on_two == [None, None]
+    # The other rank passes a fence when it leaves.
+    on_two = attempt_engines(2, lambda engine: on_rank(engine) if engine.rank == 0 else is_over.wait(60))
+    assert on_two == [None, True]
 
     def sums(engine: ShmEngine) -> None:
         for numel in (SMALL, STAGED):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -41,6 +43,36 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.wait()
+
+
+@pytest.fixture
+def other_with_threads() -> Iterator[subprocess.Popen[bytes]]:
+    """One whose first thread is exiting, and the other goes on."""
+    program = """
+import ctypes, platform, threading
+main = threading.main_thread().native_id
+def goes_on():
+    while int(open(f"/proc/self/task/{main}/stat").read().rpartition(")")[2].split()[6]) & 4 == 0:
+        pass
+    print("alone", flush=True)
+    threading.Event().wait()
+threading.Thread(target=goes_on).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"alone\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+class NothingIsReadable:
+    def register(self, *arguments: Any) -> None:
+        pass
+
+    def poll(self, timeout: int) -> list[Any]:
+        return []
 
 
 def test_what_another_rank_has_is_mapped_once_for_all_generations(mapped: list[int]) -> None:
@@ -90,6 +122,31 @@ def test_the_memory_stays_when_a_rank_is_lost(other: subprocess.Popen[bytes]) ->
     other.wait()
     memory.begin([ME])
     assert memory.segment() is segment
+
+
+def test_the_memory_stays_when_a_killed_rank_has_not_ended_and_all_its_threads_are_exiting(
+    other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while the kernel takes back the memory of a large process."""
+    memory = KeptMemory()
+    memory.begin([ME, other.pid])
+    segment = memory.segment()
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    monkeypatch.setattr(select, "poll", NothingIsReadable)
+    memory.begin([ME])
+    assert memory.segment() is segment
+
+
+def test_everything_begins_anew_while_one_thread_of_a_former_rank_goes_on(
+    other_with_threads: subprocess.Popen[bytes],
+) -> None:
+    """Its first thread has ended by itself."""
+    memory = KeptMemory()
+    memory.begin([ME, other_with_threads.pid])
+    segment = memory.segment()
+    memory.begin([ME])
+    assert memory.segment() is not segment
 
 
 def test_everything_begins_anew_while_a_former_rank_may_still_write(other: subprocess.Popen[bytes]) -> None:

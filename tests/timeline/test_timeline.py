@@ -29,6 +29,7 @@ from hvdlite.runtime.world import current_world
 from hvdlite.timeline import parts
 from hvdlite.timeline import session as timeline
 from hvdlite.timeline.clocks import between, clock_ahead_ns
+from hvdlite.timeline.destination import FilePerRank, OneFile, shown_path
 
 STEPS, BUCKETS = 3, 2
 MODEL = nn.Linear(4, 2)
@@ -89,6 +90,54 @@ def test_every_bucket_of_every_step_is_there_on_every_rank(size, tmp_path):
             latest_start = max(span["ts"] for span in together)
             assert latest_start <= min(span["ts"] + span["dur"] for span in together)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_directory_gets_a_file_for_each_rank_that_says_whose_it_is(tmp_path):
+    directory = tmp_path / "traces"
+
+    def record(rank: int) -> None:
+        hvd.start_timeline(f"{directory}/")
+        train()
+        hvd.stop_timeline()
+
+    def again(rank: int) -> None:
+        hvd.start_timeline(directory)  # it is there
+        hvd.stop_timeline()
+
+    run_worlds(3, record)
+    assert {entry.name for entry in directory.iterdir()} == {"rank0.json", "rank1.json", "rank2.json"}
+    for rank in range(3):
+        text = (directory / f"rank{rank}.json").read_text()
+        # Readers search the first lines for the rank, with a space before the number.
+        assert f'"rank": {rank},' in text.partition("\n")[0]
+        trace = json.loads(text)
+        assert trace["distributedInfo"] == {"backend": "hvdlite", "rank": rank, "world_size": 3}
+        assert {event["pid"] for event in trace["traceEvents"]} == {rank}
+        assert len(spans(trace["traceEvents"], rank, "optimizer 1", "synchronize")) == STEPS
+        assert all("cat" in event for event in trace["traceEvents"] if event["ph"] == "X")
+    run_worlds(2, again)
+    assert {entry.name for entry in directory.iterdir()} == {"rank0.json", "rank1.json"}
+
+
+def test_a_directory_is_one_if_the_path_ends_in_a_slash_or_it_is_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert shown_path("traces") == f"{tmp_path}/traces"
+    assert shown_path("traces/") == f"{tmp_path}/traces/"
+    (tmp_path / "traces").mkdir()
+    assert shown_path(Path("traces")) == f"{tmp_path}/traces/"
+
+
+def test_parts_of_ranks_in_a_directory_are_found_when_a_job_ends_early(tmp_path):
+    def record(rank: int) -> None:
+        hvd.start_timeline(f"{tmp_path}/")
+        train()
+        timeline.save(current_world().generation.recorder, current_world().group)
+
+    run_worlds(2, record)
+    for rank in range(2):
+        part = FilePerRank(tmp_path, 2).part_path(rank)
+        assert spans(read_part(part), rank, "optimizer 1", "synchronize")
+    assert json.loads((tmp_path / "rank0.json").read_text())["distributedInfo"]["rank"] == 0
 
 
 def test_operations_are_there_by_name(tmp_path):
@@ -184,7 +233,7 @@ def test_nothing_is_recorded_where_none_was_started(monkeypatch):
 def test_wrong_use_is_an_error_that_says_so(tmp_path, caplog):
     def misuse(rank: int) -> list[str]:
         errors = []
-        for bad in (tmp_path / "nowhere" / "t.json", Path("/dev/null"), tmp_path):
+        for bad in (tmp_path / "nowhere" / "t.json", Path("/dev/null"), f"{tmp_path}/nowhere/traces/", "/dev/null/"):
             with pytest.raises(OSError, match=r"the timeline .* cannot be written on rank 0 \(node0\)") as caught:
                 hvd.start_timeline(bad)
             assert str(bad) in str(caught.value)
@@ -204,6 +253,25 @@ def test_wrong_use_is_an_error_that_says_so(tmp_path, caplog):
     assert [entry.name for entry in tmp_path.iterdir()] == ["t.json"]
 
 
+def test_a_disk_that_is_full_at_a_programs_end_is_one_line_of_rank_0(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(timeline, "_LAST_WAIT_S", 60.0)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def record(rank: int) -> None:
+        hvd.start_timeline(tmp_path / "t.json")
+        train()
+        world = current_world()
+        timeline.leave(world.generation.recorder, world.group, world.controller)
+
+    monkeypatch.setattr(parts, "write_trace", full)
+    run_worlds(2, record)
+    (said,) = caplog.messages
+    assert "t.json' cannot be written on rank 0 (node0): [Errno 28]" in said
+    assert {entry.name for entry in tmp_path.iterdir()} == {"t.json.rank.0.part", "t.json.rank.1.part"}
+
+
 @pytest.mark.parametrize("call", [lambda: hvd.start_timeline("t.json"), hvd.stop_timeline])
 def test_before_init_it_is_the_usual_error(call):
     with pytest.raises(hvd.NotInitializedError, match="Horovod has not been initialized"):
@@ -219,7 +287,7 @@ def test_a_disk_that_is_full_in_the_end_is_an_error_on_every_rank_and_loses_no_p
         train()
         hvd.stop_timeline()
 
-    monkeypatch.setattr(parts, "write_whole", full)
+    monkeypatch.setattr(parts, "write_trace", full)
     outcomes = attempt_worlds(2, record)
     assert ["No space left" in str(outcome) for outcome in outcomes] == [True, True]
     assert len(spans(read_part(tmp_path / "t.json.rank.1.part"), 1, "optimizer 1", "synchronize")) == STEPS
@@ -247,7 +315,9 @@ def test_a_variable_that_names_no_place_for_a_file_is_an_error_of_init(tmp_path,
 # -- how it ends where the program does not end it
 
 
-def test_a_world_that_is_left_leaves_its_timeline(tmp_path):
+def test_a_world_that_is_left_leaves_its_timeline(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline, "_LAST_WAIT_S", 60.0)
+
     def record(rank: int) -> None:
         world = current_world()
         hvd.start_timeline(tmp_path / "t.json")
@@ -301,9 +371,9 @@ def test_who_is_waited_for_in_vain_is_given_up(tmp_path, monkeypatch, caplog):
 
 
 def test_a_part_whose_directory_is_on_no_disk_of_its_host_travels_too(tmp_path, monkeypatch):
-    part_path = parts.part_path
-    nowhere = tmp_path / "nowhere"
-    monkeypatch.setattr(parts, "part_path", lambda path, rank: part_path(nowhere / "t" if rank else path, rank))
+    part_path = OneFile.part_path
+    nowhere = OneFile(tmp_path / "nowhere" / "t")
+    monkeypatch.setattr(OneFile, "part_path", lambda self, rank: part_path(nowhere if rank else self, rank))
 
     def record(rank: int) -> None:
         hvd.start_timeline(tmp_path / "t.json")
@@ -337,8 +407,8 @@ def test_a_difference_is_zero_unless_it_cannot_be():
 
 def test_a_clock_that_drifts_is_set_right(tmp_path):
     recorder = Recorder()
-    file = parts.open_part(tmp_path / "t.json", 0)
-    recorder.begin(Recording(tmp_path / "t.json", file, 0, "rank 0", zero_ns=1000, ahead_ns=0, since_ns=1500))
+    file = parts.open_part(tmp_path / "t.json.rank.0.part")
+    recorder.begin(Recording("t.json", file, 0, "rank 0", zero_ns=1000, ahead_ns=0, since_ns=1500))
     recorder.note(Row(1, "row"), "early", 0, 2000)  # it began before the recording
     recorder.note(Row(1, "row"), "late", 101_000, 102_000)
     recorder.end()
@@ -354,9 +424,8 @@ def test_a_clock_that_drifts_is_set_right(tmp_path):
 def test_too_many_events_are_said_once_and_not_kept(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(recorder, "MOST_EVENTS", 3)
     own = Recorder()
-    own.begin(
-        Recording(tmp_path / "t", parts.open_part(tmp_path / "t", 0), 0, "rank 0", zero_ns=0, ahead_ns=0, since_ns=0)
-    )
+    file = parts.open_part(tmp_path / "t.rank.0.part")
+    own.begin(Recording("t", file, 0, "rank 0", zero_ns=0, ahead_ns=0, since_ns=0))
     for number in range(10):
         own.note(Row(1, "row"), f"span {number}", number, number)
     own.forget()
@@ -367,9 +436,8 @@ def test_too_many_events_are_said_once_and_not_kept(tmp_path, monkeypatch, caplo
 def test_events_are_in_the_part_before_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder, "_FLUSH_S", 0.01)
     own = Recorder()
-    own.begin(
-        Recording(tmp_path / "t", parts.open_part(tmp_path / "t", 0), 0, "rank 0", zero_ns=0, ahead_ns=0, since_ns=0)
-    )
+    file = parts.open_part(tmp_path / "t.rank.0.part")
+    own.begin(Recording("t", file, 0, "rank 0", zero_ns=0, ahead_ns=0, since_ns=0))
     own.note_waiting("first", 1, 5)
     own.note_waiting("second", 2, 6)
     with pytest.raises(KeyError), own.span(Row(1, "row"), "failed"):
@@ -391,9 +459,8 @@ def test_events_are_in_the_part_before_the_end(tmp_path, monkeypatch):
 def test_a_step_brings_what_came_before_it_into_the_part_whatever_the_clock_says(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder, "_FLUSH_S", 1000)
     own = Recorder()
-    own.begin(
-        Recording(tmp_path / "t", parts.open_part(tmp_path / "t", 0), 0, "rank 0", zero_ns=0, ahead_ns=0, since_ns=0)
-    )
+    file = parts.open_part(tmp_path / "t.rank.0.part")
+    own.begin(Recording("t", file, 0, "rank 0", zero_ns=0, ahead_ns=0, since_ns=0))
     give_up_at = time.monotonic() + 60
     for step in range(3):
         own.note(Row(1, "row"), f"step {step}", step, step + 1)
@@ -425,7 +492,7 @@ class NearlyFull:
 def test_a_disk_that_fills_up_ends_the_timeline_with_one_line_and_keeps_what_was_written(tmp_path, caplog):
     file: Any = NearlyFull(600)
     own = Recorder()
-    own.begin(Recording(tmp_path / "t", file, 0, "rank 0", zero_ns=0, ahead_ns=0, since_ns=0))
+    own.begin(Recording("t", file, 0, "rank 0", zero_ns=0, ahead_ns=0, since_ns=0))
     give_up_at = time.monotonic() + 60
     for step in range(100):
         own.note(Row(1, "row"), f"step {step}", step, step + 1)
@@ -439,7 +506,7 @@ def test_a_disk_that_fills_up_ends_the_timeline_with_one_line_and_keeps_what_was
     own.forget()
     assert file.refused == 1
     (said,) = caplog.messages
-    assert said.startswith(f"the timeline {tmp_path / 't'} gets no more events of this rank")
+    assert said.startswith("the timeline t gets no more events of this rank")
     assert "No space left on device" in said
     kept = [json.loads(event)["name"] for event in parts.events_of(file.data) if '"ph":"X"' in event]
     assert kept == [f"step {step}" for step in range(len(kept))]
@@ -451,7 +518,7 @@ def test_a_line_that_was_cut_short_is_left_out():
 
 
 def test_a_part_finds_a_place_where_its_directory_is_not(tmp_path):
-    with parts.open_part(tmp_path / "nowhere" / "t", 1) as file:
+    with parts.open_part(tmp_path / "nowhere" / "t") as file:
         assert file.write(b"x") == 1
 
 

@@ -91,6 +91,14 @@ def test_a_failure_is_answered_as_horovodrun_does_where_its_programs_run():
     assert policy("--min-np", "2", "--on-failure", "stop").on_failure is OnFailure.STOP
 
 
+def test_workers_are_forked_where_others_are_replaced_unless_that_is_turned_off():
+    assert job("--min-np", "2").elastic.forks
+    assert job("-np", "2", "--on-failure", "replace").elastic.forks
+    assert not job("--min-np", "2", "--no-fork-server").elastic.forks
+    assert not job("--min-np", "2", "--on-failure", "shrink").elastic.forks
+    assert not job("--min-np", "2", "--on-failure", "blacklist").elastic.forks
+
+
 def test_limits_are_those_that_are_given():
     words = ["--elastic-timeout", "5", "--reset-limit", "0", "--max-restarts", "0"]
     assert policy("--min-np", "1", *words, "--blacklist-cooldown-range", "10", "600") == Policy(

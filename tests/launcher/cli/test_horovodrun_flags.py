@@ -68,6 +68,7 @@ def test_what_can_be_tuned_is_a_variable_of_the_workers(words, variables):
 def test_files_are_where_the_user_is_wherever_the_program_goes(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert set_by("--timeline-filename", "t.json") == {"HVDLITE_TIMELINE": f"{tmp_path}/t.json"}
+    assert set_by("--timeline-filename", "traces/") == {"HVDLITE_TIMELINE": f"{tmp_path}/traces/"}
     assert set_by("--autotune-log-file", "DYNAMIC") == {"HVDLITE_AUTOTUNE_LOG": f"{tmp_path}/DYNAMIC"}
 
 

@@ -1,7 +1,9 @@
 """The command line of hvdlite-run: what it accepts, and the one line for each error."""
 
+import io
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -202,3 +204,11 @@ def test_the_exit_code_of_diagnose_is_its_verdict(verdict, code, capsys):
     with Console(answer, dict):
         assert hvdlite_run.main(["--diagnose", str(os.getpid())]) == code
     assert json.loads(capsys.readouterr().out) == {"verdict": verdict, "ranks": []}
+
+
+def test_a_report_is_shown_also_where_its_characters_cannot_be_encoded(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    with Console(lambda asked: asked.answer("rank – of {modèle}", {}), dict):
+        assert hvdlite_run.main(["--report", str(os.getpid())]) == 0
+    assert written.getvalue() == rb"rank \u2013 of {mod\xe8le}" + b"\n"

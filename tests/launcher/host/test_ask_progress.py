@@ -4,6 +4,7 @@ import json
 import os
 import selectors
 import socket
+import subprocess
 
 import pytest
 from hvdlite_launcher.host.ask_progress import Progress
@@ -81,6 +82,37 @@ def test_one_that_is_silent_is_told_of_with_the_next_question(host):
     for number in range(3, 40):  # more than are let wait for an answer
         host.take(number, w0=os.getpid())
     assert [each.number for each in host.told] == list(range(1, len(host.told) + 1))
+    # Also once so many questions wait that it takes no more: the last is told of at once.
+    assert len(host.told) == 39
+    assert all(facts["can_answer"] for facts in host.facts().values())
+
+
+def test_a_worker_that_has_not_called_init_is_not_silent_because_another_one_is(host):
+    host.listen(os.getpid())
+    host.take(1, w0=os.getpid(), w1=1)
+    host.take(2, w0=os.getpid(), w1=1)
+    assert [host.facts()[worker, 1]["can_answer"] for worker in (0, 1)] == [True, False]
+
+
+@pytest.fixture
+def child():
+    process = subprocess.Popen(["sleep", "1000"])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def test_a_silent_process_is_its_workers_as_it_has_said_or_else_by_descent(host, child):
+    workers = {"w0": os.getpid(), "w1": 1}
+    host.listen(child)
+    host.take(1, **workers)
+    host.take(2, **workers)
+    assert [host.facts()[worker, 1]["can_answer"] for worker in (0, 1)] == [True, False]
+    host.listeners[child].accept()[0].close()
+    host.answer(child, b'{"worker": 1}')
+    host.take(3, **workers)
+    host.take(4, **workers)
+    assert [host.facts()[worker, 3]["can_answer"] for worker in (0, 1)] == [False, True]
 
 
 @pytest.mark.parametrize("answer", [b"", b"\xff", b"[]", b'{"worker": []}', b'{"worker": 99}', b"x" * 100_000])
@@ -111,3 +143,10 @@ def test_what_a_worker_noted_at_its_end_is_told_and_removed(host, tmp_path):
     assert not (tmp_path / "note").exists()
     host.progress.note_end(1, 4, "note")
     assert len(host.told) == 1
+
+
+def test_the_end_of_a_worker_is_told_with_the_bytes_over_the_network_until_then(host, tmp_path):
+    host.load.follow("lo")
+    (tmp_path / "note").write_text('{"worker": 0}')
+    host.progress.note_end(0, 4, "note")
+    assert host.facts()[0, 0]["host"].keys() == {"sent", "received"}

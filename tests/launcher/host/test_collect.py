@@ -7,6 +7,7 @@ import os
 import selectors
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -14,15 +15,19 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hvdlite_launcher.host import collect as collecting
 from hvdlite_launcher.host.collect import collect
 
 RANKS = 64
 
 
 class Ranks:
-    """Processes with a child each, in whose place a thread answers with ``answer``; it counts who asks."""
+    """Processes with a child each, in whose place a thread answers with ``answer``; it counts who asks.
 
-    def __init__(self, directory: Path, count: int, answer: bytes) -> None:
+    Without ``answer`` it closes the connection as the end of a process does that has not read the question.
+    """
+
+    def __init__(self, directory: Path, count: int, answer: bytes | None) -> None:
         self.asked: list[bytes] = []
         self.processes = [
             subprocess.Popen(
@@ -56,6 +61,9 @@ class Ranks:
                 assert isinstance(key.fileobj, socket.socket)
                 connection, _ = key.fileobj.accept()
                 with connection:
+                    if self._answer is None:
+                        connection.recv(16, socket.MSG_PEEK)
+                        continue
                     self.asked.append(connection.recv(16))
                     connection.sendall(self._answer)
 
@@ -70,6 +78,13 @@ class Ranks:
         for process in self.processes:
             os.killpg(process.pid, 9)
             process.communicate()
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    # Both waits end as soon as all is there, which takes a busy machine longer than a report may take.
+    monkeypatch.setattr(collecting, "_ANSWERS_WITHIN_S", 60.0)
+    monkeypatch.setattr(collecting, "_STACKS_WITHIN_S", 60.0)
 
 
 @pytest.fixture
@@ -110,3 +125,89 @@ def test_a_worker_that_has_ended_leaves_the_others_facts_as_they_are(directory):
     assert (facts[0]["processes"], facts[0]["can_answer"], facts[0]["answer"]) == ([], False, None)
     assert len(facts[1]["processes"]) == 2
     assert facts[1]["answer"] == {}
+
+
+def test_a_process_that_ends_while_it_is_asked_leaves_the_others_facts_as_they_are(directory):
+    ending, staying = Ranks(directory, 1, None), Ranks(directory, 1, b"{}")
+    try:
+        facts = collect({0: ending.processes[0].pid, 1: staying.processes[0].pid}, str(directory))
+    finally:
+        ending.close()
+        staying.close()
+    assert (facts[0]["can_answer"], facts[0]["answer"]) == (True, None)
+    assert facts[1]["answer"] == {}
+
+
+def test_a_worker_that_has_ended_and_is_not_reaped_is_described_as_a_zombie(directory):
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    try:
+        (described,) = collect({0: ended.pid}, str(directory))[0]["processes"]
+    finally:
+        ended.wait()
+    assert (described["pid"], described["state"], described["command"]) == (ended.pid, "zombie", "")
+
+
+# Reaches its line, and stays there, in the part of a process that a signal does not end.
+STANDS = """
+import os, sys
+from hvdlite_launcher.host.stacks_on_signal import register
+register()
+if sys.argv[1] == "becomes another":
+    os.execvp("sh", ["sh", "-c", "echo; read x"])
+def load():
+    print(flush=True)
+    sys.stdin.readline()
+load()
+"""
+
+
+def standing(how: str, directory: Path) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "HVDLITE_JOB_DIR": str(directory), "HVDLITE_WORKER": "0"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", STANDS, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def test_a_program_that_has_not_called_init_has_its_stacks_written_by_what_torch_has_registered(directory):
+    process = standing("stays", directory)
+    try:
+        facts = collect({0: process.pid}, str(directory))[0]
+        assert (facts["pid"], facts["can_answer"], facts["answer"]) == (process.pid, False, None)
+        assert '"libraries"' in facts["stacks"].splitlines()[0]
+        assert 'File "<string>", line 9 in load' in facts["stacks"]
+    finally:
+        process.communicate()
+    assert process.returncode == 0
+
+
+def test_stacks_that_are_removed_while_they_are_written_leave_the_others_as_they_are(directory, monkeypatch):
+    ending, staying = standing("stays", directory), standing("stays", directory)
+    handles_the_signal = collecting._handles_the_signal
+
+    def remove_first(pid: int) -> bool:
+        if pid == ending.pid:
+            (directory / f"r{pid}.stacks").unlink()
+        return handles_the_signal(pid)
+
+    monkeypatch.setattr(collecting, "_handles_the_signal", remove_first)
+    try:
+        facts = collect({0: ending.pid, 1: staying.pid}, str(directory))
+    finally:
+        ending.communicate()
+        staying.communicate()
+    assert facts[0]["stacks"] is None
+    assert 'File "<string>", line 9 in load' in facts[1]["stacks"]
+
+
+def test_a_process_that_has_become_another_program_is_not_ended_by_the_signal(directory):
+    process = standing("becomes another", directory)
+    try:
+        assert (directory / f"r{process.pid}.stacks").exists()
+        assert collect({0: process.pid}, str(directory))[0]["stacks"] is None
+    finally:
+        process.communicate()
+    assert process.returncode == 1  # the end of its input ends `read`

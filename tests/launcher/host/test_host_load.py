@@ -4,6 +4,7 @@ import os
 import selectors
 
 import pytest
+from hvdlite_launcher.host import host_load
 from hvdlite_launcher.host.host_load import HostLoad, network_bytes, read_nvidia_smi
 
 DEVICES = """Inter-|   Receive                                                |  Transmit
@@ -54,8 +55,20 @@ def test_bytes_over_the_network_include_what_goes_past_the_kernel(tmp_path):
 def test_a_host_without_others_tells_of_no_network(load):
     facts, host, _, _ = load
     assert "sent" not in facts()
-    host.interface = "lo"
+    host.follow("lo")
     assert {"sent", "received"} <= facts().keys()
+
+
+def test_bytes_are_counted_from_the_beginning_of_the_job(monkeypatch):
+    counts = {"eth0": (1000, 100)}
+    monkeypatch.setattr(host_load, "network_bytes", counts.get)
+    load = HostLoad(selectors.DefaultSelector())
+    load.follow("eth0")
+    assert load.network() == {"sent": 0, "received": 0}
+    counts["eth0"] = (1020, 103)
+    assert load.network() == {"sent": 20, "received": 3}
+    counts.clear()  # an interface that has gone
+    assert load.network() == {}
 
 
 def test_gpus_are_asked_for_at_most_each_10_s_and_told_of_with_the_next_question(load):

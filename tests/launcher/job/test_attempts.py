@@ -80,11 +80,12 @@ def test_after_a_failure_the_same_job_is_started_anew_and_one_line_says_why(run,
 
 
 def test_workers_are_told_how_often_and_files_of_earlier_attempts_stay(run):
-    _, launches = run(replace(JOB, record_dir="logs"), FAILED, FAILED, WELL)
+    _, launches = run(replace(JOB, record_dir="logs", report_dir="reports"), FAILED, FAILED, WELL)
     for number, job in enumerate(launches.jobs):
         counts = {"TORCHELASTIC_RESTART_COUNT": str(number), "TORCHELASTIC_MAX_RESTARTS": "3"}
         assert job.environment == Environment({"HERE": "1", **counts}, {"THERE": "1", **counts})
     assert [job.record_dir for job in launches.jobs] == ["logs", "logs/restart.1", "logs/restart.2"]
+    assert [job.report_dir for job in launches.jobs] == ["reports", "reports/restart.1", "reports/restart.2"]
 
 
 def test_the_last_attempts_outcome_is_the_jobs(run):

@@ -29,6 +29,7 @@ from hvdlite_launcher.wire.messages import (
     InitStarted,
     Interrupted,
     Lost,
+    Newcomers,
     NotThereYet,
     Output,
     Refused,
@@ -69,6 +70,7 @@ class Played:
         self.ranks: dict[int, int | None] = {}
         self.finished: list[int] = []
         self.shown: list[bytes] = []
+        self.observed: list[object] = []
         self.store = Store()
         self._script = list(script)
         roster = Roster()
@@ -98,7 +100,15 @@ class Played:
             directory=None,
         )
         supervisor = Supervisor(
-            self.job, self.ending, roster, reports, send_input=None, stdin=None, screen=self, log=lambda _: None
+            self.job,
+            self.ending,
+            roster,
+            reports,
+            send_input=None,
+            stdin=None,
+            screen=self,
+            log=lambda _: None,
+            observers=(self,),
         )
         self.outcome = None
         try:
@@ -121,6 +131,17 @@ class Played:
             if (made := event(self)) is not None:
                 return made
         raise ScriptIsOverError
+
+    # an observer
+
+    def on_event(self, event):
+        self.observed.append(event)
+
+    def time_left_s(self):
+        return None
+
+    def time_passes(self):
+        raise AssertionError("it has nothing to do in time")
 
     # the agents
 
@@ -434,6 +455,7 @@ def test_a_host_that_comes_later_and_cannot_start_the_command_is_done_without():
     played = Played(*begins(a=1), found(a=1, b=1), answers("b"), Refused("python: command not found", 127, "b"))
     assert played.said == ["lost b: python: command not found"]
     assert played.left == ["b"]
+    assert Lost("b", "python: command not found") in played.observed  # which the summary and the metrics count
 
 
 def test_a_worker_that_never_comes_to_the_first_generation_is_named_after_the_start_timeout():
@@ -619,6 +641,43 @@ def test_a_network_that_is_cut_while_all_compute_is_left_alone():
 def test_a_host_is_given_up_that_cannot_be_reached_while_ranks_connect():
     busy = [alive(0, "a", silent="b", waited_s=0), alive(1, "b", silent="a", waited_s=0)]
     assert Played(*begins(a=1, b=1)[:-1], *busy, hang_timeout_s=30).left == ["b"]
+
+
+# ------------------------------------------------- workers that do not respond
+
+
+def a_minute_in_which_only(worker: int):
+    """Time passes, and of all workers one answers each question: it waits in no collective."""
+
+    def answer(job):
+        asked = [number for number in range(100) if job.store.get(b"ping/%d/%d" % (worker, number)) is not None]
+        return Alive(worker, asked[0], 0.0, (), {}) if asked else None
+
+    return [answer, *[TIME_PASSES, answer] * 24]
+
+
+def test_ranks_that_do_not_respond_are_left_alone_while_only_a_spare_waits():
+    script = [found(a=3), answers("a"), *asks(0, 1, 2), InitDone(0, 1), InitDone(1, 1), *a_minute_in_which_only(2)]
+    played = Played(*script, max_np=2, spares=1, hang_timeout_s=30)
+    assert played.now_s >= 60
+    assert played.signals == []
+    played = Played(*script, KILLED_1, TIME_PASSES, max_np=2, spares=1, hang_timeout_s=30)
+    assert [signalled for _, *signalled in played.signals] == [[[0], KILL]], "the spare is to take a place now"
+
+
+@pytest.mark.parametrize("newcomers", list(Newcomers))
+def test_a_rank_that_does_not_respond_is_ended_if_a_worker_waits_with_which_it_can_go_on(newcomers):
+    goes_on = [KILLED_1, InitStarted(0, 1, newcomers), InitDone(0, 2), *asks(2)]
+    played = Played(*begins(a=2), *goes_on, *a_minute_in_which_only(2), hang_timeout_s=30)
+    is_ended = [signalled for _, *signalled in played.signals][:1] == [[[0], KILL]]
+    assert is_ended == (newcomers is not Newcomers.NEVER)
+
+
+def test_a_network_that_is_cut_is_left_alone_while_only_a_spare_waits():
+    busy = [alive(0, "a", silent="b", waited_s=0), alive(1, "b", silent="a", waited_s=0)]
+    played = Played(*begins(a=1, b=2), *busy, max_np=2, spares=1, hang_timeout_s=30)
+    assert played.ranks == {0: 0, 1: 1, 2: None}
+    assert played.left == []
 
 
 # ------------------------------------------------------------------ what stays

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hvdlite_launcher.job.hangs import Hangs
-from hvdlite_launcher.wire.messages import Alive
+from hvdlite_launcher.wire.messages import Alive, Unresponsive
 
 LIMIT_S = 8.0
 PAUSE_S = 2.0
@@ -16,7 +16,8 @@ class Played:
     def __init__(self, limit_s: float = LIMIT_S, workers=range(3)) -> None:
         self.now_s = 100.0
         self.keys: dict[bytes, bytes] = {}
-        self.hangs = Hangs(limit_s, self, lambda: self.now_s)
+        self.told: list[tuple[float, int, float]] = []
+        self.hangs = Hangs(limit_s, self, lambda: self.now_s, self.tell)
         self.waited_s = dict.fromkeys(workers, 0.0)
         self.silent: set[int] = set()
         self.in_init: set[int] = set()
@@ -30,6 +31,9 @@ class Played:
 
     def delete(self, key):
         del self.keys[key]
+
+    def tell(self, said: Unresponsive):
+        self.told.append((self.now_s, said.worker, said.silent_s))
 
     def answer(self):
         for key in list(self.keys):
@@ -101,6 +105,41 @@ def test_several_are_ended_together():
     played = Played()
     played.silent, played.waited_s[0] = {1, 2}, 5
     assert played.pass_s(LIMIT_S + PAUSE_S) == [1, 2]
+
+
+def test_some_seconds_before_a_worker_is_ended_it_is_told_once_that_it_does_not_respond():
+    played = Played(limit_s=30.0)
+    played.silent, played.waited_s[0] = {2}, 5
+    asked_at_s = played.now_s + 2.5
+    assert played.pass_s(29.9) == []
+    assert played.told == [(asked_at_s + 25.0, 2, 25.0)]
+    assert played.pass_s(5.0) == [2]
+    assert len(played.told) == 1
+
+
+def test_it_is_told_again_after_an_answer_and_not_where_nobody_waits():
+    played = Played(limit_s=30.0)
+    played.silent = {2}
+    played.pass_s(100)
+    assert played.told == []
+    played.silent = set()
+    played.answer()
+    played.pass_s(10)
+    played.waited_s[0] = 5
+    for count in (1, 2):
+        played.silent = {2}
+        assert played.pass_s(29) == []
+        played.silent = set()
+        played.answer()
+        played.pass_s(10)
+        assert len(played.told) == count
+
+
+def test_within_a_short_limit_nothing_is_told():
+    played = Played()
+    played.silent, played.waited_s[0] = {2}, 5
+    assert played.pass_s(LIMIT_S + PAUSE_S) == [2]
+    assert played.told == []
 
 
 def test_the_time_in_which_the_launcher_was_stopped_does_not_count():

@@ -83,12 +83,47 @@ def test_a_disk_that_is_full_is_told_once_and_the_log_ends():
     assert log.event("say", text="two") is None
 
 
+def test_a_disk_that_is_full_at_the_end_of_a_worker_is_told_too():
+    log = JsonLog("/dev/full")
+    assert log.output(Output(0, "stdout", b"last, without an end"), 0) is None
+    told = log.event("exited", worker=0, rank=0)
+    assert told is not None
+    assert told.startswith("--log-json /dev/full: cannot be written any more: no space")
+    assert log.event("say", text="one") is None
+
+
 def test_a_restarted_job_goes_on_in_the_same_file_and_a_new_one_replaces_it(path):
     for is_continued in (False, True):
         JsonLog(str(path), is_continued=is_continued).event("say", text="x")
     assert len(_objects(path)) == 2
     JsonLog(str(path)).event("say", text="x")
     assert len(_objects(path)) == 1
+
+
+def test_a_restarted_job_begins_the_file_anew_if_it_was_removed(path):
+    JsonLog(str(path)).event("say", text="x")
+    path.unlink()
+    JsonLog(str(path), is_continued=True).event("say", text="y")
+    assert [each["text"] for each in _objects(path)] == ["y"]
+
+
+def test_a_file_that_is_removed_while_the_job_runs_is_told_once(path):
+    log = JsonLog(str(path))
+    assert log.event("say", text="x") is None
+    path.unlink()
+    assert log.event("say", text="y") == (
+        f"--log-json {path}: cannot be written any more: it was removed. The job goes on without it"
+    )
+    assert log.event("say", text="z") is None
+    assert not path.exists()
+
+
+def test_two_jobs_with_one_file_leave_each_others_lines_whole(path):
+    path.write_text("")
+    logs = [JsonLog(str(path)) for _ in range(2)]
+    for number in range(4):
+        logs[number % 2].event("say", text=str(number))
+    assert [each["text"] for each in _objects(path)] == ["0", "1", "2", "3"]
 
 
 def test_a_file_that_cannot_be_created_is_refused(tmp_path):

@@ -255,6 +255,18 @@ def test_when_all_ranks_have_failed_nothing_follows():
     assert job.kill(1).over == EndJob(None)
 
 
+def test_workers_that_could_go_on_with_the_state_of_a_rank_are_named_when_all_ranks_are_lost():
+    job = running({"a": 2}).kill(0)
+    assert [each.text for each in job.kill(1).of(Say)] == [
+        "no rank is left that has the state of the training, with which worker 2 on a could go on: start the job "
+        "again, from a checkpoint if the program has saved one"
+    ]
+
+
+def test_where_nobody_could_go_on_nobody_is_named_when_all_ranks_are_lost():
+    assert running({"a": 2}, on_failure=OnFailure.SHRINK).kill(0).kill(1).of(Say) == []
+
+
 def test_a_failure_before_the_first_generation_is_the_end():
     assert Job({"a": 2}).kill(0, "worker 0 failed with exit code 1").over == EndJob(None)
 

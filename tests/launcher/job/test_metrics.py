@@ -5,10 +5,9 @@ import os
 import re
 
 import pytest
-from hvdlite_launcher.errors import UsageError
 from hvdlite_launcher.job.generation_table import GenerationTable, Row
 from hvdlite_launcher.job.job_facts import JobFacts
-from hvdlite_launcher.job.metrics import METRICS_EACH_S, Metrics, metrics_text, require_writable
+from hvdlite_launcher.job.metrics import METRICS_EACH_S, Metrics, metrics_text
 from hvdlite_launcher.job.progress import JobProgress
 from hvdlite_launcher.job.roster import Roster
 from hvdlite_launcher.wire.messages import Exited, Lost, Progressed, Started
@@ -80,6 +79,15 @@ def test_each_rank_has_its_steps_memory_time_and_waits():
     assert samples[f"hvdlite_waiting_seconds{{{one}}}"] == 0
     assert samples[f"hvdlite_waiting_seconds{{{two}}}"] == 3.5
     assert (samples["hvdlite_up"], samples["hvdlite_workers"], samples["hvdlite_generation"]) == (1, 2, 1)
+
+
+def test_each_host_has_the_bytes_over_its_network():
+    job = Job()
+    job.answers(1, {}, number=1, host={"sent": 3_000_000_000, "received": 5})
+    samples = _samples(metrics_text(job.facts, is_up=True))
+    assert samples['hvdlite_network_sent_bytes_total{host="node2"}'] == 3_000_000_000
+    assert samples['hvdlite_network_received_bytes_total{host="node2"}'] == 5
+    assert not any("bytes_total" in series and "node1" in series for series in samples)
 
 
 def test_names_are_escaped():
@@ -158,12 +166,3 @@ def test_what_cannot_be_written_later_is_told_once_and_the_job_goes_on(tmp_path)
     (tmp_path / "gone").mkdir()
     metrics.write(is_up=True)
     assert (tmp_path / "gone" / "job.prom").exists()
-
-
-@pytest.mark.parametrize(("name", "why"), [("", "is a directory"), ("none/x", "create it first"), ("file/x", "choose")])
-def test_a_path_that_cannot_be_written_is_refused_before_the_job(tmp_path, name, why):
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=f"--metrics-textfile: .*{why}"):
-        require_writable("--metrics-textfile", str(tmp_path / name))
-    require_writable("--metrics-textfile", str(tmp_path / "new"))
-    assert os.listdir(tmp_path) == ["file"]

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hvdlite_launcher.job.progress import JobProgress
+from hvdlite_launcher.job.progress import HostBytes, JobProgress
 from hvdlite_launcher.job.roster import Roster
 from hvdlite_launcher.wire.messages import Progressed
 
@@ -166,6 +166,16 @@ def test_the_load_of_a_host_comes_with_one_of_its_workers():
     job.now += 1.0
     job.answer(1, host={"sent": 0, "received": 0})  # counters that began anew
     assert job.progress.of_host("node1").sent is None
+
+
+def test_the_bytes_of_a_host_add_up_over_agents_and_until_its_workers_end():
+    job = Job()
+    for sent in (1000, 2500, 300):  # the last is a new agent's
+        job.answer(1, number=1, host={"sent": sent, "received": 2 * sent})
+    assert job.progress.total_bytes() == {"node1": HostBytes(2800, 5600)}
+    last = {"host": {"sent": 400, "received": 900}, "answer": {"steps": {}}}
+    job.progress.on_event(Progressed(1, 0, json.dumps(last)))
+    assert job.progress.total_bytes() == {"node1": HostBytes(2900, 5900)}
 
 
 def test_only_those_that_run_are_told_of_by_rank():

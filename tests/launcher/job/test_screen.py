@@ -195,6 +195,15 @@ def _on_terminal(environ, *outputs, quiet_s=3600.0):
     return bytes(data).removesuffix(b"THE END").replace(b"\r\n", b"\n")
 
 
+def _all_of(terminal: int, stream: int) -> bytes:
+    """Returns what was written to the terminal, which delivers it in pieces."""
+    os.write(stream, b"THE END")
+    data = b""
+    while not data.endswith(b"THE END"):
+        data += os.read(terminal, 65536)
+    return data.removesuffix(b"THE END")
+
+
 TYPED = object()
 PLAIN = {"NO_COLOR": "1"}
 
@@ -344,7 +353,7 @@ def test_the_last_words_on_a_terminal_quote_nothing_that_commands_it():
     screen.say("rank 0 failed first. The end of its stderr:\n    \x1b]0;title\x07\x9b2J\b\udc9b\x1b[31mred\x1b[0m")
     screen.close()
     assert isinstance(events.get(timeout=60), ScreenDone)
-    said = os.read(terminal, 65536)
+    said = _all_of(terminal, stream)
     assert said.endswith(b"stderr:\r\n    \\x1b]0;title\\x07\\x9b2J\\x08\\x9b\x1b[31mred\x1b[0m\r\n")
     os.close(stream)
     os.close(terminal)
@@ -379,7 +388,7 @@ def test_a_status_is_below_the_bars_and_goes_away():
     screen.set_status()
     screen.close()
     assert isinstance(events.get(timeout=60), ScreenDone)
-    shown = os.read(terminal, 65536).replace(b"\r\n", b"\n")
+    shown = _all_of(terminal, stream).replace(b"\r\n", b"\n")
     drawn = b"\x1b[?7l%b\x1b[?7h"
     assert shown == b"".join(
         [

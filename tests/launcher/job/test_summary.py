@@ -9,7 +9,7 @@ from hvdlite_launcher.job.job_facts import JobFacts
 from hvdlite_launcher.job.progress import JobProgress
 from hvdlite_launcher.job.roster import Roster
 from hvdlite_launcher.job.summary import Summary, summary_data
-from hvdlite_launcher.wire.messages import Exited, Progressed, Started
+from hvdlite_launcher.wire.messages import Exited, PeakMemory, Progressed, Started
 
 
 def _facts(*events, hosts=("node1", "node2"), table=None, lasted_s=2.5):
@@ -32,7 +32,7 @@ def _facts(*events, hosts=("node1", "node2"), table=None, lasted_s=2.5):
 
 
 def test_it_has_the_last_steps_the_peak_memory_and_the_losses():
-    last = json.dumps({"answer": {"steps": {"optimizer 1": 9}}})
+    last = json.dumps({"answer": {"steps": {"optimizer 1": 9}}, "host": {"sent": 70, "received": 50}})
     facts = _facts(Progressed(1, 0, last), Exited(1, 3, peak_memory=700), Exited(0, 1, peer_lost=True, peak_memory=500))
     data = summary_data(facts, Outcome(3, "why it failed", rank=1), ["python", "x.py"], 0)
     assert (data["verdict"], data["why"], data["exit_code"], data["first_failed_rank"]) == (
@@ -45,7 +45,13 @@ def test_it_has_the_last_steps_the_peak_memory_and_the_losses():
     ]
     assert [(each["rank"], each["how"]) for each in data["losses"]] == [(1, "exit code 3")]
     assert (data["hosts"], data["most_workers"], data["peak_memory_bytes"]) == (["node1", "node2"], 2, 700)
+    assert data["bytes"] == {"node2": {"sent": 70, "received": 50}}
     assert (data["duration_s"], data["command"]) == (2.5, ["python", "x.py"])
+
+
+def test_the_memory_of_a_killed_worker_comes_when_it_is_reaped():
+    facts = _facts(Exited(1, -9), Exited(0, -15, peak_memory=5), PeakMemory(1, 700))
+    assert {end.worker: end.peak_memory for end in facts.ends} == {1: 700, 0: 5}
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import socket
-import struct
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
-from hvdlite_launcher.errors import LauncherError, UsageError
+from hvdlite_launcher.errors import JobEndsError, LauncherError, UsageError
 from hvdlite_launcher.report import console
-from hvdlite_launcher.report.console import Console, ask_for_report, running_jobs, table_of_jobs
+from hvdlite_launcher.report.console import Console, ask_for_report, ask_for_view, running_jobs, table_of_jobs
 
 OWN = str(os.getpid())
 
@@ -74,40 +75,71 @@ def test_a_launcher_that_ends_before_it_answers_is_an_error():
             ask_for_report(OWN)
 
 
-def test_another_users_launcher_is_refused_by_the_one_who_asks_and_another_user_by_the_launcher(monkeypatch):
-    asked = []
-    with Console(asked.append, about):
-        other = os.geteuid() + 1
-        monkeypatch.setattr(console, "_is_of_same_user", lambda connection: _uid_of(connection) == other)
-        with pytest.raises(UsageError, match=f"process {OWN} is another user's"):
-            ask_for_report(OWN)
-    assert asked == []
+def test_who_waits_for_an_answer_when_the_console_closes_is_told_at_once(monkeypatch):
+    monkeypatch.setattr(console, "_PATIENCE_S", 600.0)
+    is_asked = threading.Event()
+    said = []
+
+    def ask() -> None:
+        with pytest.raises(JobEndsError, match="does not answer: its job is ending"):
+            ask_for_view(OWN)
+        said.append(True)
+
+    with Console(lambda _: is_asked.set(), about):
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        assert is_asked.wait(60)
+    thread.join(60)
+    assert said == [True]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_told_that_the_job_may_be_another_users():
+def test_another_users_launcher_is_refused_by_the_one_who_asks_and_another_user_by_the_launcher():
     asked = []
+
+    def ask_as_another() -> list[object]:
+        try:
+            ask_for_report(OWN)
+        except LauncherError as error:
+            said = str(error)
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(f"\0hvdlite-run-{OWN}")
+            with contextlib.suppress(OSError):
+                stranger.sendall(b"report\n")
+                return [said, running_jobs(), stranger.recv(1).decode()]
+            return [said, running_jobs(), ""]
+
     with Console(asked.append, about):
-        reads, writes = os.pipe()
-        if os.fork() == 0:
-            try:
-                os.setuid(65534)
-                ask_for_report(OWN)
-            except LauncherError as error:
-                os.write(writes, str(error).encode())
-            finally:
-                os._exit(0)
-        os.close(writes)
-        with os.fdopen(reads) as pipe:
-            said = pipe.read()
-        os.wait()
-    assert said == f"--report: hvdlite-run {OWN} gave no report: its job is ending, or is another user's"
+        said, jobs, answer = as_another_user(ask_as_another)
+    assert said == f"--report: process {OWN} is another user's"
+    assert os.getpid() not in jobs
+    assert answer == ""
     assert asked == []
 
 
-def _uid_of(connection: socket.socket) -> int:
-    uid: int = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-    return uid
+def as_another_user(call: Callable[[], list[object]]) -> list[object]:
+    """Returns what the call returns in a process of another user."""
+    reads, writes = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.setuid(65534)
+            os.write(writes, json.dumps(call()).encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads) as pipe:
+        said: list[object] = json.loads(pipe.read())
+    os.wait()
+    return said
+
+
+def test_a_launcher_that_is_stopped_is_said_to_be(monkeypatch):
+    monkeypatch.setattr(console, "_PATIENCE_S", 0.1)
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(f"\0hvdlite-run-{OWN}")
+        stopped.listen()
+        with pytest.raises(LauncherError, match="gave no report: it did not answer in 0 s, so it is stopped"):
+            ask_for_report(OWN)
 
 
 def test_jobs_are_listed_with_their_age_workers_hosts_and_command():
@@ -118,12 +150,40 @@ def test_jobs_are_listed_with_their_age_workers_hosts_and_command():
     assert re.fullmatch(rf"{OWN} +1:02:0\d +3 +a,b +python 'my train.py'", row)
 
 
+def test_a_job_is_one_line_also_if_its_command_has_several():
+    told = {**about(), "command": ["python", "-c", "\nimport t\x1b[2J\nt.run()"]}
+    with Console(lambda _: None, lambda: told):
+        (row,) = [row for row in table_of_jobs().splitlines() if row.startswith(f"{OWN} ")]
+    assert row.endswith(r"python -c '\nimport t\x1b[2J\nt.run()'")
+
+
 def test_a_launcher_that_does_not_answer_is_listed_as_such(monkeypatch):
     monkeypatch.setattr(console, "_ABOUT_PATIENCE_S", 0.1)
     with socket.socket(socket.AF_UNIX) as stopped:
         stopped.bind(f"\0hvdlite-run-{OWN}")
         stopped.listen()
         assert re.search(rf"(?m)^{OWN} .*\(does not answer: it is stopped, or very busy\)$", table_of_jobs())
+
+
+def test_a_launcher_that_is_stopped_for_so_long_that_it_takes_no_more_questions_is_said_to_be():
+    with contextlib.ExitStack() as sockets:
+        stopped = sockets.enter_context(socket.socket(socket.AF_UNIX))
+        stopped.bind(f"\0hvdlite-run-{OWN}")
+        stopped.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting = sockets.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.setblocking(False)
+                waiting.connect(f"\0hvdlite-run-{OWN}")
+        with pytest.raises(LauncherError, match=f"hvdlite-run {OWN} gave no report: it is stopped, or very busy"):
+            ask_for_report(OWN)
+        assert re.search(rf"(?m)^{OWN} .*\(does not answer: it is stopped, or very busy\)$", table_of_jobs())
+
+
+def test_jobs_are_found_whatever_bytes_the_name_of_anothers_socket_has():
+    with socket.socket(socket.AF_UNIX) as other, Console(lambda _: None, about):
+        other.bind(b"\0\xff\xfe of %d" % os.getpid())
+        assert os.getpid() in running_jobs()
 
 
 def test_a_request_that_is_none_is_not_answered():

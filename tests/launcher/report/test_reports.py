@@ -6,7 +6,7 @@ import json
 from types import SimpleNamespace
 
 from hvdlite_launcher.report.reports import Reports
-from hvdlite_launcher.wire.messages import ReportAsked, Reported, Stalled
+from hvdlite_launcher.wire.messages import ReportAsked, Reported, Stalled, Unresponsive
 
 
 class Job:
@@ -69,7 +69,7 @@ def test_who_asks_gets_the_report_and_the_screen_does_not():
     assert job.said == []
     assert len(job.answers) == 2
     text, data = job.answers[0]
-    assert text.startswith("report 1 on 2 ranks, asked for by hvdlite-run --report\n")
+    assert text.startswith("report 1 on 2 ranks, asked for by hvdlite-run --report or --diagnose\n")
     assert [each["worker"] for each in data["ranks"]] == [0, 1]
 
 
@@ -98,6 +98,20 @@ def test_a_stalled_job_is_reported_once_in_ten_minutes():
     assert job.asked == [1, 2]
 
 
+def test_a_worker_that_does_not_respond_is_reported_by_its_rank():
+    job = Job()
+    job.reports.on_unresponsive(Unresponsive(1, 23.4))
+    job.come(0, 1)
+    assert job.said[0].startswith("report 1 on 2 ranks, since rank 1 has not responded for 23 s\n")
+
+
+def test_a_start_that_is_late_is_reported_on_the_screen():
+    job = Job()
+    job.reports.on_late_start(55.0)
+    job.come(0, 1)
+    assert job.said[0].startswith("report 1 on 2 ranks, since ranks have waited 55 s in hvd.init() for others\n")
+
+
 def test_before_any_worker_runs_a_report_is_empty_and_comes_at_once():
     job = Job(0).quit()
     assert job.asked == []
@@ -114,5 +128,8 @@ def test_reports_are_written_as_text_and_json(tmp_path):
 def test_a_directory_that_cannot_be_written_is_told_once_and_reports_go_on(tmp_path):
     (tmp_path / "file").touch()
     job = Job(directory=f"{tmp_path}/file").quit().come(0, 1)
-    assert job.said[1] == f"--report-dir {tmp_path}/file: reports are not written: File exists"
+    assert job.said[1] == f"--report-dir {tmp_path}/file: reports are not written: Not a directory. The job goes on"
     assert len(job.quit().come(0, 1, number=2).said) == 3
+    (tmp_path / "file").unlink()
+    job.quit().come(0, 1, number=3)
+    assert (tmp_path / "file" / "report-3.txt").exists()

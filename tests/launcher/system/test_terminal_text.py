@@ -3,7 +3,7 @@
 import io
 import re
 
-from hvdlite_launcher.system.terminal_text import one_line, say, visible, visible_bytes
+from hvdlite_launcher.system.terminal_text import command_in_one_line, one_line, say, visible, visible_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,3 +44,8 @@ def test_a_line_is_as_it_is_in_a_file_and_harmless_on_a_terminal():
     for stream, shown in ((io.StringIO(), "a\x1b[2J\r\n"), (Terminal(), "a\\x1b[2J\\x0d\n")):
         say("a\x1b[2J\r\n", stream)
         assert stream.getvalue() == shown
+
+
+def test_a_command_is_one_line_as_it_is_typed():
+    assert command_in_one_line(["python", "my é.py"]) == "python 'my é.py'"
+    assert command_in_one_line(["sh", "-c", "a\n\x1b[2Jb\udc80"]) == r"sh -c 'a\n\x1b[2Jb\udc80'"

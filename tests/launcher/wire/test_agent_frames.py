@@ -21,6 +21,7 @@ from hvdlite_launcher.wire.messages import (
     InputWanted,
     Output,
     OutputTaken,
+    PeakMemory,
     Progressed,
     Refused,
     SignalWorkers,
@@ -59,6 +60,7 @@ MESSAGES = st.one_of(
     st.builds(StartWorkers, st.dictionaries(WORKERS, ENVIRONMENTS, max_size=3)),
     st.one_of(st.builds(of, WORKERS, st.integers(0, 255), st.binary()) for of in (Ask, Answer)),
     st.builds(Exited, WORKERS, st.integers(-255, 255), st.booleans(), peak_memory=st.integers(0, 1 << 50)),
+    st.builds(PeakMemory, WORKERS, st.integers(0, 1 << 50)),
     st.builds(Progressed, WORKERS, st.integers(0, 10**9), st.text().filter(lambda text: "\0" not in text)),
     st.builds(AskProgress, st.integers(0, 10**9)),
     st.builds(Refused, WORDS, CODES),
@@ -75,8 +77,7 @@ MESSAGES = st.one_of(
         ENVIRONMENTS,
         st.booleans(),
         st.lists(ADDRESSES).map(tuple),
-        st.booleans(),
-        st.booleans(),
+        *[st.booleans()] * 3,
         st.integers(1, 10**6),
         st.dictionaries(WORKERS, ENVIRONMENTS, max_size=3),
     ),
@@ -172,7 +173,7 @@ RIGHT = {
     23: {"count": 0},
 }
 START = {"token": "0f-1", "command": ["true"], "cwd": "/", "environment": {}, "inherits": True, "peers": ["::1"]}
-RIGHT[16] = {**START, "in_python": False, "as_horovod": False, "slots": 1, "workers": {"0": {}}}
+RIGHT[16] = {**START, "in_python": False, "as_horovod": False, "forks": True, "slots": 1, "workers": {"0": {}}}
 RIGHT[30] = {"worker": 0, "number": 0, "facts": "{}"}
 RIGHT[31] = {"number": 0}
 RIGHT[25] = {"workers": {"0": {}}}
@@ -183,7 +184,8 @@ WRONG = {
     **dict.fromkeys(["worker", "pid", "returncode", "exit_code", "port", "count", "signum"], (HUGE, -300, 1.0, True)),
     **dict.fromkeys(["why", "version", "cwd", "token", "interface"], ("\0", "\ud800", 1, ["x"])),
     **dict.fromkeys(
-        ["beats", "left", "inherits", "peer_lost", "peer_left", "count_slots", "in_python", "as_horovod"], (0, "true")
+        ["beats", "left", "inherits", "peer_lost", "peer_left", "count_slots", "in_python", "as_horovod", "forks"],
+        (0, "true"),
     ),
     "slots": [0, HUGE, "1"],
     "peak_memory": [-1, HUGE, "1", True],

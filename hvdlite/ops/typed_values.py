@@ -1,0 +1,207 @@
+"""
+`Encoder` and `Decoder`: values as JSON, with their exact types, floats by their bits, and tensors by reference.
+
+    value ── Encoder.encode ── JSON ── bytes to another rank ── Decoder.decode ── an equal value of the same types
+               └─ tensors: the caller sends them separately
+
+Known are Python's numbers, texts and containers, those of `collections`, and torch's dtypes, devices and sizes. A
+container that occurs twice, or in itself, arrives as one object. An object of any other type is pickled by itself,
+inside the JSON, and `Encoder.pickled` says where it is.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .broadcast import from_bytes, to_bytes
+
+# A tensor's reference, as JSON; None if the tensor is to be pickled.
+Refer = Callable[[Tensor], Any]
+
+# Beyond these, Python limits the digits of a number in JSON, and other readers its value.
+_MOST = 1 << 53
+
+_FACTORIES: dict[str, Any] = {each.__name__: each for each in (int, float, str, bool, list, dict, set)}
+
+
+class Encoder:
+    """Encodes values of one message. ``refer`` returns the reference of a tensor."""
+
+    def __init__(self, refer: Refer) -> None:
+        self._refer = refer
+        # Objects that may occur again, by id; kept, so that the id stays theirs.
+        self._numbers: dict[int, int] = {}
+        self._kept: list[object] = []
+        # The place of each value that was pickled, and its type.
+        self.pickled: list[str] = []
+
+    def encode(self, value: Any, place: str) -> Any:
+        """Returns the value as JSON; ``place`` names it in errors. A TypeError names what cannot be pickled."""
+        kind = type(value)
+        if value is None or kind is bool or kind is str or (kind is int and abs(value) <= _MOST):
+            return value
+        if kind in _ATOMS:
+            name, to_json = _ATOMS[kind]
+            return [name, to_json(value)]
+        if isinstance(value, Tensor) and (reference := self._refer(value)) is not None:
+            return ["tensor", reference]
+        if kind is tuple or kind is frozenset:
+            return [kind.__name__, self._items(value, place)]
+        number = self._numbers.get(id(value))
+        if number is not None:
+            return ["again", number]
+        self._numbers[id(value)] = len(self._numbers)
+        self._kept.append(value)
+        return self._encode_once(value, kind, place)
+
+    def _encode_once(self, value: Any, kind: type, place: str) -> list[Any]:
+        argument: Any = None
+        if kind is deque:
+            argument = value.maxlen
+        elif kind is defaultdict and value.default_factory is not None:
+            argument = getattr(value.default_factory, "__name__", "")
+            if _FACTORIES.get(argument) is not value.default_factory:
+                return self._pickle(value, place)
+        if kind in (list, set, deque):
+            return [kind.__name__, argument, self._items(value, place)]
+        if kind in (dict, OrderedDict, Counter, defaultdict):
+            return [kind.__name__, argument, self._pairs(value, place)]
+        return self._pickle(value, place)
+
+    def _items(self, values: Iterable[Any], place: str) -> list[Any]:
+        return [self.encode(each, f"{place}[{number}]") for number, each in enumerate(values)]
+
+    def _pairs(self, values: Any, place: str) -> list[Any]:
+        return [
+            [self.encode(key, f"a key of {place}"), self.encode(each, f"{place}[{key!r}]")]
+            for key, each in values.items()
+        ]
+
+    def _pickle(self, value: object, place: str) -> list[Any]:
+        def dumps(value: object, pickler_class: type[pickle.Pickler]) -> bytes:
+            file = io.BytesIO()
+            pickler = pickler_class(file)
+            pickler.persistent_id = self._persistent_id  # type: ignore[method-assign]  # as its documentation allows
+            pickler.dump(value)
+            return file.getvalue()
+
+        self.pickled.append(f"{place} ({type(value).__qualname__})")
+        data, error = to_bytes(value, dumps)
+        if error is not None:
+            raise TypeError(f"{place} cannot be pickled: {type(error).__name__}: {error}") from error
+        return ["pickle", base64.b64encode(data).decode()]
+
+    def _persistent_id(self, value: object) -> Any:
+        return self._refer(value) if isinstance(value, Tensor) else None
+
+
+class Decoder:
+    """Decodes what one `Encoder` has encoded, in the same order. ``resolve`` returns the tensor of a reference.
+
+    The sender must be known: a message with pickled objects can run any code.
+    """
+
+    def __init__(self, resolve: Callable[[Any], Tensor], sender: str, what: str) -> None:
+        """``sender`` and ``what`` say in errors of whose objects of what operation one cannot be unpickled."""
+        self._resolve = resolve
+        self._sender, self._what = sender, what
+        self._seen: list[Any] = []
+
+    def decode(self, encoded: Any) -> Any:
+        """Returns the value; a TypeError if this rank cannot unpickle an object in it."""
+        if not isinstance(encoded, list):
+            return encoded
+        kind, *rest = encoded
+        if kind in _READ:
+            return _READ[kind](rest[0])
+        if kind in _FIXED:
+            return _FIXED[kind](self.decode(each) for each in rest[0])
+        if kind in _EMPTY:
+            return self._fill(_EMPTY[kind](rest[0]), rest[1])
+        others: dict[str, Callable[[Any], Any]] = {
+            "tensor": self._resolve,
+            "again": lambda at: self._seen[at],
+            "pickle": self._unpickle,
+        }
+        return others[kind](rest[0])
+
+    def _fill(self, made: Any, contents: Iterable[Any]) -> Any:
+        # Before its contents, which may refer to it.
+        self._seen.append(made)
+        if isinstance(made, dict):
+            for key, each in contents:
+                # The key first, as it was encoded.
+                decoded = self.decode(key)
+                made[decoded] = self.decode(each)
+        elif isinstance(made, set):
+            made.update(self.decode(each) for each in contents)
+        else:
+            made.extend(self.decode(each) for each in contents)
+        return made
+
+    def _unpickle(self, data: str) -> Any:
+        def loads(data: bytes) -> Any:
+            unpickler = pickle.Unpickler(io.BytesIO(data))
+            unpickler.persistent_load = self._resolve  # type: ignore[method-assign]  # as for the pickler
+            return unpickler.load()
+
+        number = len(self._seen)
+        self._seen.append(None)
+        value = self._seen[number] = from_bytes(base64.b64decode(data), self._sender, self._what, None, loads)
+        return value
+
+
+def _bits(value: float) -> str:
+    # Not as a number: that would lose the bits of a NaN.
+    return struct.pack(">d", value).hex()
+
+
+def _float(bits: str) -> float:
+    value: float = struct.unpack(">d", bytes.fromhex(bits))[0]
+    return value
+
+
+# By type: the name, and the conversion to JSON.
+_ATOMS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    int: ("int", hex),
+    float: ("float", _bits),
+    complex: ("complex", lambda value: [_bits(value.real), _bits(value.imag)]),
+    bytes: ("bytes", bytes.hex),
+    range: ("range", lambda value: [hex(each) for each in (value.start, value.stop, value.step)]),
+    torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch.")),
+    torch.device: ("device", str),
+    torch.Size: ("size", list),
+}
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": _float,
+    "complex": lambda parts: complex(*map(_float, parts)),
+    "bytes": bytes.fromhex,
+    "range": lambda parts: range(*(int(each, 16) for each in parts)),
+    "dtype": lambda name: getattr(torch, name),
+    "device": torch.device,
+    "size": torch.Size,
+}
+
+_FIXED: dict[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple, "frozenset": frozenset}
+
+# Empty containers, by the name of their type and their one argument.
+_EMPTY: dict[str, Callable[[Any], Any]] = {
+    "list": lambda _: [],
+    "set": lambda _: set(),
+    "deque": lambda most: deque(maxlen=most),
+    "dict": lambda _: {},
+    "OrderedDict": lambda _: OrderedDict(),
+    "Counter": lambda _: Counter(),
+    "defaultdict": lambda factory: defaultdict(factory and _FACTORIES[factory]),
+}

@@ -1,0 +1,329 @@
+"""
+`WorldPlan`: what an optimizer's reducer has for the ranks of one world, and plans again in the next.
+
+    init, new ranks ── settings ── exchange, outer steps ── layout of buckets ── weights, queue, sparse gradients
+    first step      ── opening: links to the other ranks, autotune's cap ── buckets in the engine's memory
+
+`Reducer` is its subclass, and averages gradients with what is planned here. After `hvd.shutdown` and `hvd.init` it
+connects to the ranks that there are then; the state of the exchange, and autotune's cap, are kept.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.engine import HasMemory
+from ..comm.group import Group
+from ..control.generation import Generation
+from ..control.reducer_registry import Progress
+from ..errors import NotInitializedError
+from ..runtime.survival import Survival
+from .exchange import Exchange, Links
+from .exchange_choice import exchange_of
+from .exchange_state import ExchangeState
+from .flags import RankAndSize
+from .gradient_hooks import GradientHooks
+from .in_flight import BucketQueue
+from .layout import Layout
+from .opening import Arguments, Opened, Opening, Submit, Tune
+from .outer_steps import outer_steps_of
+from .plan import Description
+from .settings import Settings
+from .sparse_gather import SparseParameters
+from .step_deltas import StepDeltas
+from .surviving_step import Buffers, SurvivingSteps
+from .weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The ranks that gradients are averaged over, and the settings, while the world's group is open.
+
+    ``check_parameters`` is as in `parameter_check.ParameterCheck`. ``world`` is the group of all ranks, and ``submit``
+    the method of the world's controller. Both are None if there is no world. ``survival`` is the world's, and None
+    unless a step goes on where a rank is lost.
+    """
+
+    group: Group
+    generation: Generation
+    settings: Settings
+    check_parameters: bool | int = False
+    world: Group | None = None
+    submit: Submit | None = None
+    survival: Survival | None = None
+
+
+# The arguments that the ranks compare, and autotune's function that chooses the cap, or None.
+Described = tuple[Arguments, Callable[[Group], int] | None]
+
+
+class WorldPlan(GradientHooks):
+    """Buckets for the gradients of some parameters, an exchange, and links to the ranks of the current world.
+
+    A subclass handles the gradients.
+    """
+
+    def __init__(self, connect: Callable[[], Connection], backward_passes_per_step: int = 1) -> None:
+        """``connect`` returns the ranks of the current world. It may raise NotInitializedError if there is none."""
+        connection = connect()
+        super().__init__(
+            connection.group,
+            connection.generation,
+            backward_passes_per_step,
+            connection.check_parameters,
+            connection.submit,
+        )
+        self._connect = connect
+        self._arguments: Arguments | None = None
+        self._describe: Callable[[Settings, Exchange], Described] | None = None
+        # Autotune's function that chooses the cap, and the hosts of the ranks that it last chose one for.
+        self._tune: Callable[[Group], int] | None = None
+        self._tuned_for: tuple[str, ...] | None = None
+        # The arguments of each `add_params`: parameters by name, and the names that share a bucket.
+        self._added: list[tuple[dict[str, Tensor], list[list[str]]]] = []
+        # In how many worlds it has been so far.
+        self._worlds = 0
+        # `Survival.beginnings` in the world that is planned for.
+        self._beginnings = 0
+        # None where no step survives the loss of a rank.
+        self._surviving: SurvivingSteps | None = None
+        self._plan(connection)
+        self.exchange_state = ExchangeState(self.exchange)
+
+    def _plan(self, connection: Connection) -> None:
+        """Creates the exchange and an empty layout, for the connection's settings and ranks."""
+        settings, group = connection.settings, connection.group
+        self.settings = settings
+        self.outer = outer_steps_of(
+            settings,
+            group,
+            self._trace,
+            compares=connection.check_parameters is not False,
+            is_later=self._worlds > 0,
+        )
+        self._worlds += 1
+        # The ranks that average gradients in every step.
+        self._inner = RankAndSize(group.rank, group.size) if self.outer is None else self.outer.inner
+        self.exchange = exchange_of(settings, self._inner.size)
+        self._world = connection.world
+        if connection.survival is None:
+            self._surviving = None
+        else:
+            self._beginnings = connection.survival.beginnings
+            self._surviving = self._surviving or SurvivingSteps(connection.survival)
+            self._surviving.join(connection.survival, self.exchange, group.engine)
+        self._links: Links | None = None
+        # Whether the current step is the first, which plans buckets and allocates memory before the engine is open.
+        self._is_provisional = False
+        self.weights = Weights(self._inner)
+        self._lay_out()
+        self._deltas: StepDeltas | None = None
+        if self.exchange.after_step:
+            self._deltas = StepDeltas(self.exchange, self._trace, self._check, self.connected, group.size)
+
+    def _lay_out(self) -> None:
+        """Creates an empty layout, and the objects that work on it."""
+        settings, size = self.settings, self._inner.size
+        self._layout = Layout(
+            ranks=self._inner,
+            cap_bytes=settings.cap_bytes,
+            scale_of=lambda dtype: self.exchange.scale_before(dtype, size),
+            densify=settings.sparse_as_dense,
+            memory=self._take_memory,
+            stays=self.exchange.after_step or settings.leaves_gradients(size),
+            aligned=self.exchange.aligned,
+            weights=self.weights,
+        )
+        self._queue = BucketQueue(self.exchange, self._trace, self._check, size)
+        self._sparse = SparseParameters(settings, self._layout, size)
+
+    def follow_world(self, buffers: Buffers = ()) -> None:
+        """Connects to the current world, if the old one has been shut down. Waits for no other rank.
+
+        Gradients that were being averaged in the old world are dropped. The state of the exchange is kept. The new
+        buckets use these ``buffers`` of the old ones, if their memory was kept.
+        """
+        if self._world is None or not self._world.is_closed:
+            return
+        try:
+            connection = self._connect()
+        except NotInitializedError:
+            # The next collective raises an error that says so.
+            return
+        survival = connection.survival
+        # Whether each world since this one has had only ranks of this one, which came to it within a step.
+        goes_on = survival is not None and survival.beginnings == self._beginnings
+        self._leave_world(goes_on=goes_on)
+        weights = self.weights.state
+        self._join(
+            connection.group,
+            connection.generation,
+            connection.check_parameters,
+            connection.submit,
+            is_in_step=survival is not None and survival.all_are_in_step,
+        )
+        # Keep the cap that autotune has chosen.
+        self._plan(replace(connection, settings=replace(connection.settings, cap_bytes=self.settings.cap_bytes)))
+        if goes_on:
+            # Losses may be weighted already, and other ranks may be a step further in the old world.
+            self.weights.state = weights
+        # A rank that was outside the process set may be in it now, with the settings of the others.
+        if self._describe is not None:
+            self._arguments, self._tune = self._describe(connection.settings, self.exchange)
+        self.exchange_state.move_to(self.exchange)
+        if self._surviving is not None:
+            is_first = self._ranks.rank == 0
+            self._surviving.tell_of_lost_residuals(is_first, self.settings.codec, self._trace.optimizer)
+        for params, groups in self._added:
+            self._take_in(params, groups)
+        if isinstance(engine := connection.group.engine, HasMemory):
+            # The new engine holds them only if it is safe to use them again: see `shm.kept_memory`.
+            self._layout.take_over(buffers, engine.holds)
+
+    @abstractmethod
+    def progress(self) -> Progress:
+        """Returns how far the current step is; see `control.reducer_registry.Progress`. Any thread may call it."""
+
+    @abstractmethod
+    def why_no_join(self) -> str:
+        """Says why no rank of this optimizer may join, as the message of an error; empty if they may."""
+
+    @property
+    @abstractmethod
+    def _is_in_step(self) -> bool:
+        """Whether gradients of the current step have arrived, and its averages are not there yet."""
+
+    @abstractmethod
+    def _leave_world(self, *, goes_on: bool) -> None:
+        """Gives up the current step, since the world has been shut down.
+
+        ``goes_on``: the next has those of its ranks that are left, and no others: averages that have arrived are used.
+        """
+
+    def compare_and_tune(self, describe: Callable[[Settings, Exchange], Described]) -> None:
+        """Sets what returns, for a world's settings and exchange, what the ranks compare and tune in `connect`.
+
+        It is called now, and in each new world.
+        """
+        self._describe = describe
+        self._arguments, self._tune = describe(self.settings, self.exchange)
+
+    @property
+    def is_to_be_tuned(self) -> bool:
+        """Whether autotune is on and has not chosen a cap yet."""
+        return self._tune is not None and self._tuned_for is None
+
+    def add_params(self, named_params: Iterable[tuple[str, Tensor]], groups: Iterable[Iterable[str]] = ()) -> None:
+        """Adds parameters: plans their buckets behind the existing ones, and hooks their gradients."""
+        self.follow_world()
+        params, named_groups = dict(named_params), [list(group) for group in groups]
+        self._added.append((params, named_groups))
+        self._take_in(params, named_groups)
+        self._hear(list(params.values()), self._on_gradient)
+
+    @abstractmethod
+    def _on_gradient(self, param: Tensor) -> None:
+        """Handles an addition to ``param.grad`` by autograd."""
+
+    def _take_in(self, params: dict[str, Tensor], groups: list[list[str]]) -> None:
+        description, plans = self._layout.add(params, groups)
+        for param in params.values():
+            self._clock.follow(param.device)
+            if self._surviving is not None:
+                self._surviving.add(param)
+        if self._deltas is not None:
+            self._deltas.add(plans, params)
+        if self.outer is not None:
+            self.outer.add(params, groups)
+        self._compare_later(params, description)
+
+    def connect(self) -> Group:
+        """Returns the communicator to the other ranks of the current world; see `GradientHooks.connect`."""
+        self.follow_world()
+        return super().connect()
+
+    def _take_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # From the engine: if that has shared memory, gradients in it are summed without a copy. In the first step the
+        # engine is not open yet.
+        if self._links is None:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return self._links.all.zeros(numel, dtype, device)
+
+    def _make_opening(self, number: int, description: Description) -> Opening:
+        devices = [param.device for params, _ in self._added for param in params.values() if param.is_cuda]
+        open_links: Callable[[Group], Links] = partial(Links, by_host=self.exchange.by_host, legs=self.exchange.legs)
+        if self.outer is not None:
+            open_links = self.outer.open
+        return Opening(
+            self._ranks,
+            self._reducers,
+            number,
+            self,
+            self._submit,
+            arguments=self._arguments,
+            description=description,
+            open_links=open_links,
+            tune=None if self._tune is None else Tune(self._tune, self._known_cap()),
+            device=devices[0] if devices else None,
+        )
+
+    def _known_cap(self) -> int | None:
+        """Returns the cap that autotune has chosen for ranks on these hosts, in this world or an earlier one."""
+        return self.settings.cap_bytes if self._tuned_for == self._ranks.hosts else None
+
+    def _take(self, opened: Opened) -> None:
+        super()._take(opened)
+        self._links = opened.links
+        if opened.cap_bytes is not None:
+            self._tuned_for = self._ranks.hosts
+            self.settings = replace(self.settings, cap_bytes=opened.cap_bytes)
+        if not self._is_in_step:
+            self._plan_for_good()
+
+    def _plan_for_good(self) -> None:
+        """Replans the buckets with autotune's cap, or moves them to the engine's memory, once the engine is open.
+
+        Call it only between steps.
+        """
+        self._is_provisional = False
+        if self._layout.cap_bytes != self.settings.cap_bytes:
+            self._lay_out()
+            for params, groups in self._added:
+                self._layout.add(params, groups)
+        elif self._links is not None and isinstance(engine := self._links.all.engine, HasMemory):
+            for bucket in self._layout.buckets:
+                if bucket.flat is not None and not engine.holds(bucket.flat):
+                    bucket.renew()
+
+    def connected(self) -> Links:
+        """Returns the links to the other ranks. The first call opens them: see `connect`."""
+        self.connect()
+        assert self._links is not None, "they have met"
+        return self._links
+
+    # -- outer steps
+
+    def outer_state(self) -> dict[str, Any]:
+        """Returns this rank's part of the state of the outer steps; empty if there are none."""
+        return {} if self.outer is None else self.outer.state_dict()
+
+    def load_outer_state(self, state: Mapping[str, Any]) -> None:
+        """Loads what `outer_state` returned, or begins a new interval if it is empty.
+
+        Raises ValueError if there are no outer steps, unless hosts have been lost since the first world.
+        """
+        if self.outer is not None:
+            self.outer.load_state_dict(state)
+        elif state and self._worlds == 1:
+            reason = "all ranks are on one host" if self.settings.outer is not None else "the optimizer has no outer="
+            raise ValueError(
+                f"the checkpoint has the state of outer={state['outer']}, and {reason}: make the optimizer as it was, "
+                "or delete the key 'outer' of state_dict()['hvdlite'] on every rank"
+            )

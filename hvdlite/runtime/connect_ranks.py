@@ -1,0 +1,184 @@
+"""
+Connects the ranks of a launcher's job: opens the store that they share and the default process group.
+
+    Placement ── store ── exchange_infos ── default process group ── make_world
+
+`bootstrap` and `elastic_world` call `connect_all`, and tell hvdlite-run of it by a `LauncherEnd`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ..comm.connecting import Connecting
+from ..comm.engine import TorchEngineFactory, allow_collectives
+from ..comm.gloo import Connections, open_proven
+from ..comm.keepalive import Keepalive
+from ..errors import CommunicationError, LaunchEnvironmentError, MismatchError
+from ..rendezvous.given_place import StoreConnection
+from ..rendezvous.host_address import no_connection_between
+from ..rendezvous.launcher_store import LauncherStore
+from ..rendezvous.placement import Placement
+from ..rendezvous.process_state import ProcessState
+from ..rendezvous.rank_info import RankInfo
+from ..rendezvous.seat import Newcomers, Seat
+from ..rendezvous.store_client import StoreClient, StoreRequest
+from .make_world import InitCall, World, exchange_infos, make_world
+
+_GIVING_UP = timedelta(seconds=1)  # the timeout for telling the launcher that init has failed
+
+# Of TORCH_NCCL_ASYNC_ERROR_HANDLING: abort the communicator, and leave the process alone.
+_CLEAN_UP_ONLY = "2"
+
+_GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
+
+
+def connect_all(
+    placement: Placement,
+    client: StoreConnection | None,
+    seat: Seat | None,
+    call: InitCall,
+    connecting: Connecting | None = None,
+) -> World:
+    """Connects this rank to all others and returns their world. Every rank must call it, and waits for all.
+
+    ``client`` is hvdlite-run's store, or the one of a place that was given; None is for other launchers. ``seat`` and
+    ``connecting`` are an elastic worker's; ``connecting`` ends the waits once one of the ranks is lost. Raises
+    `CommunicationError` if not all ranks come in time.
+    """
+    backend = _GLOO_AND_NCCL if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if seat is not None:
+        # By default NCCL's watchdog ends the process when it sees that another rank is gone; the others are to go on.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", _CLEAN_UP_ONLY)
+    # torch.distributed was not initialised before, so a default group that exists on failure is ours to destroy.
+    process, init_timeout = call.process, call.timeout
+    call.undo.callback(_leave, client, Connections())
+    infos: Sequence[RankInfo] = ()
+    process.connects_since_s = time.monotonic()
+    try:
+        store, secret = _open_store(placement, client, seat, process, init_timeout.limit)
+        ranks = exchange_infos(placement, store, secret, call)
+        infos = ranks.infos
+
+        def make(_: Connections) -> dist.ProcessGroup:
+            dist.init_process_group(
+                backend, store=store, rank=placement.rank, world_size=placement.size, timeout=init_timeout.left()
+            )
+            assert dist.group.WORLD is not None, "it has just been made"
+            allow_collectives(dist.group.WORLD, init_timeout.timeout)
+            return dist.group.WORLD
+
+        has_network = client is not None and len({info.placement.node for info in infos}) > 1
+        if has_network and seat is not None and seat.generation > 1:
+            # In the first generation a host that others do not reach is an error of the job.
+            process.keepalive = connecting
+
+        def on_connected(connections: Connections) -> None:
+            if connecting is not None:
+                connecting.on_give_up(connections.cut)
+            if has_network:
+                process.keepalive = Keepalive(connections)
+
+        default, connections = open_proven(make, dist.destroy_process_group, ranks.connecting, "default", on_connected)
+        call.undo.callback(connections.cut)
+    except (LaunchEnvironmentError, CommunicationError, MismatchError):
+        raise
+    except RuntimeError as error:
+        hosts = [info.placement.host for info in infos]
+        if firewall := no_connection_between(hosts, placement.host, error):
+            raise CommunicationError(f"hvd.init() failed on rank {placement.rank}: {firewall}. ({error})") from error
+        raise CommunicationError(
+            f"hvd.init() failed on rank {placement.rank} ({placement.host}): another rank did not call it within "
+            f"{init_timeout.limit.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
+        ) from error
+    finally:
+        process.connects_since_s = None
+    engine_factory = TorchEngineFactory(backend, ranks.connecting, (default, connections))
+    leave = partial(_leave, client, connections)
+    return make_world(placement, engine_factory, ranks, call, leave, seat)
+
+
+def _open_store(
+    placement: Placement, client: StoreConnection | None, seat: Seat | None, process: ProcessState, timeout: timedelta
+) -> tuple[Store, bytes | None]:
+    """Returns the store that all ranks share, and the secret from the launcher's exchange, or None.
+
+    Each init at the same store has its own key prefix, so that an init after a shutdown does not read older keys. In an
+    elastic job it is that of the generation: a rank may have called init less often than others.
+    """
+    # Imported where they are used, because each launcher needs only one of them.
+    if placement.launcher is not None:
+        from ..rendezvous.pmi_rendezvous import rendezvous_by_pmi  # noqa: PLC0415
+
+        return rendezvous_by_pmi(placement, os.environ, process, timeout)
+    if client is not None:
+        prefix = f"init{process.next_init(placement.store_url)}" if seat is None else seat.prefix
+        launcher_store = process.keep("launcher store", client, lambda: LauncherStore(client, timeout))
+        launcher_store.set_timeout(timeout)
+        return PrefixStore(prefix, launcher_store), None
+    from ..rendezvous.master_address import store_at_given_address  # noqa: PLC0415
+
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    number = process.next_init((address, port))
+    store = store_at_given_address(process, placement.rank, placement.size, address, port, timeout)
+    store.set_timeout(timeout)
+    return PrefixStore(f"init{number}", store), None
+
+
+def _leave(client: StoreConnection | None, connections: Connections) -> None:
+    connections.shut_down()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if client is not None:
+        client.close()
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherEnd:
+    """Tells hvdlite-run whether this worker's init has started, is done or has failed.
+
+    By this hvdlite-run ends the job if ranks wait in init for a rank that never calls it. In an elastic job it gives
+    the worker a seat for it. ``name`` is the worker's in error messages.
+    """
+
+    client: StoreClient
+    worker: int
+    name: str
+
+    def tell(
+        self,
+        what: StoreRequest,
+        timeout: timedelta,
+        generation: int | None = None,
+        newcomers: Newcomers = Newcomers.WELCOME,
+    ) -> None:
+        """``generation``: the last one in which a worker of an elastic job was given a seat, 0 if there is none."""
+        parts = [self.worker] if generation is None else [self.worker, generation]
+        if newcomers is not Newcomers.WELCOME:
+            parts.append(newcomers)
+        try:
+            self.client.request(what, [b"%d" % part for part in parts], timeout.total_seconds())
+        except (OSError, ValueError) as error:
+            raise CommunicationError(
+                f"hvd.init() failed on {self.name}: hvdlite-run's agent on this host does not answer: {error}"
+            ) from error
+
+    def tell_failure(self, generation: int | None = None) -> None:
+        """Like `tell`, but does not wait for long, and ignores errors."""
+        with contextlib.suppress(CommunicationError):
+            self.tell(StoreRequest.INIT_FAILED, _GIVING_UP, generation)
+
+
+def store_client(url: str, process: ProcessState) -> StoreClient:
+    """Returns this process's client of hvdlite-run's store, without open connections; one for all worlds."""
+    return process.keep("store client", url, lambda: StoreClient.from_url(url), StoreClient.close)

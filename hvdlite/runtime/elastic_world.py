@@ -1,0 +1,159 @@
+"""
+Gets a worker of an elastic job into a world: asks hvdlite-run for a `Seat` in the next generation, and connects to it.
+
+If its ranks cannot connect, because one of them is lost meanwhile, it asks for a seat in a later generation. A new
+worker stands by until its program calls the function of `hvd.elastic.run`, in a world of its own (`_stand_by`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+
+from ..comm.connecting import Connecting
+from ..comm.engine import SingleRankFactory
+from ..comm.gloo import InitTimeout, cut_links
+from ..comm.group import Group
+from ..control.generation import Generation
+from ..control.unchecked import StandbyController
+from ..environment import launcher_variable
+from ..errors import CommunicationError
+from ..faults import arm, point
+from ..log import log, open_log
+from ..rendezvous.fault_questions import FaultQuestions
+from ..rendezvous.key_listener import KeyListener
+from ..rendezvous.launchers import ElasticWorker, read_placement
+from ..rendezvous.placement import placements_to_topology
+from ..rendezvous.seat import Program, Seat, find_program, wait_for_seat, wait_for_seat_or_program
+from ..rendezvous.store_client import StoreClient, StoreRequest
+from ..signing import Signer
+from .connect_ranks import LauncherEnd, connect_all, store_client
+from .make_world import InitCall, World
+from .process_set_registry import Registry
+
+# How long the ranks of an elastic job's generation may take to connect. All have called init when it is published.
+_GENERATION_LIMIT = timedelta(seconds=30)
+
+# How often the same ranks of an elastic job try to connect before the error is raised.
+_ATTEMPTS = 3
+
+
+def connect_elastic(worker: ElasticWorker, call: InitCall) -> World:
+    """Asks hvdlite-run for a seat in the next generation and connects to its ranks, until that succeeds.
+
+    If the ranks of a generation cannot connect, hvdlite-run publishes another one, without the rank that was lost. If
+    it consists of the same ranks, because none was lost, the error is raised in the end.
+    """
+    process = call.process
+    open_log(call.environment, f"worker {worker.number}")
+    if given := launcher_variable("CHAOS", os.environ):
+        arm(given, FaultQuestions(worker.store_url, worker.number).may_begin, cut_links)
+    launcher = LauncherEnd(store_client(worker.store_url, process), worker.number, f"worker {worker.number}")
+    call.undo.callback(launcher.client.close)
+    # The sets need the other ranks.
+    may_stand_by = process.generation == 0 and not process.has_stood_by and not process.init_arguments["process_sets"]
+    if process.generation == 0 and not process.has_stood_by:
+        _import_for_optimizers()
+        point("init")
+    if may_stand_by and (program := find_program(launcher.client)) is not None:
+        return _stand_by(program, worker, call)
+    failed_attempts, failed_size = 0, 0
+    while True:
+        if (memory := process.kept("shared memory")) is not None:
+            # Once all have asked for a rank, others may use memory again that this process has written to.
+            memory.wait_until_quiet()
+        if not process.has_asked:
+            launcher.tell(StoreRequest.INIT_STARTED, call.timeout.timeout, process.generation, process.newcomers)
+        if may_stand_by:
+            listening = StoreClient.from_url(worker.store_url)
+            found = wait_for_seat_or_program(launcher.client, listening, worker.number)
+            if isinstance(found, Program):
+                # It may be given a seat from now on; the others then wait for it.
+                process.has_asked = True
+                return _stand_by(found, worker, call)
+            seat, may_stand_by = found, False
+        else:
+            seat = wait_for_seat(launcher.client, worker.number, process.generation)
+        process.has_asked = False
+        process.generation, process.seat = seat.generation, seat
+        # The ranks of the first generation begin the training, with what their programs have made.
+        process.has_state |= seat.generation == 1
+        if seat.newcomers or seat.size != failed_size:
+            failed_attempts = 0
+        placement = read_placement(os.environ, seat)
+        assert placement is not None, "it is a worker of hvdlite-run"
+        attempt_timeout = InitTimeout(call.timeout.timeout, limit=_GENERATION_LIMIT)
+        try:
+            with contextlib.ExitStack() as attempt:
+                attempt.callback(process.world_left)
+                with _connecting(worker, seat) as connecting:
+                    attempted = replace(call, timeout=attempt_timeout, undo=attempt)
+                    world = connect_all(placement, launcher.client, seat, attempted, connecting)
+                call.undo.push(attempt.pop_all())
+        except BaseException as error:
+            launcher.tell_failure(seat.generation)
+            failed_attempts, failed_size = failed_attempts + 1, seat.size
+            if not isinstance(error, CommunicationError) or failed_attempts == _ATTEMPTS:
+                raise
+            log.info("the ranks of generation %d could not connect, and try again: %s", seat.generation, error)
+            continue
+        launcher.tell(StoreRequest.INIT_DONE, call.timeout.timeout, seat.generation)
+        attempt_timeout.end_of_init()
+        return world
+
+
+@contextlib.contextmanager
+def _connecting(worker: ElasticWorker, seat: Seat) -> Iterator[Connecting]:
+    """A context in which the ranks of a generation connect: that ends with an error as soon as one of them is lost."""
+    connecting = Connecting(seat.size)
+    listener = KeyListener(
+        StoreClient.from_url(worker.store_url), f"{seat.prefix}/end", lambda _: None, lambda _: connecting.give_up()
+    )
+    try:
+        yield connecting
+    finally:
+        connecting.close()
+        listener.close()
+
+
+def _stand_by(program: Program, worker: ElasticWorker, call: InitCall) -> World:
+    """Returns a world without other ranks, in which a new worker makes what its program needs to become a rank."""
+    call.process.has_stood_by = True
+    # It takes the place of one that was lost, if not all others'.
+    size = max(1, len(program.hosts))
+    seat = Seat(0, size - 1, size, 1)
+    placement = read_placement(os.environ, seat)
+    assert placement is not None, "it is a worker of hvdlite-run"
+    alone = placements_to_topology(0, [placement])
+    local_size = max(1, program.hosts.count(placement.host))
+    topology = replace(alone, rank=seat.rank, size=size, local_size=local_size)
+    generation = Generation()
+    group = Group(
+        SingleRankFactory(),
+        0,
+        1,
+        [placement.host],
+        signer=Signer(os.urandom(32)),
+        watch=generation.watch,
+        label="standby",
+    )
+    call.undo.callback(group.close)
+    controller = StandbyController(1, generation.recorder)
+    sets = Registry(group, controller, generation, is_elastic=True)
+    log.info("worker %d joins a job that runs already, and makes its model before it gets a rank", worker.number)
+    return World(
+        topology, group, generation, controller, call.environment, sets, lambda: None, os.getpid(), seat, stands_by=True
+    )
+
+
+def _import_for_optimizers() -> None:
+    """Makes an optimizer, for which PyTorch imports some 800 modules.
+
+    That takes seconds, in which the other ranks of an elastic job would wait for a worker that joins them.
+    """
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)

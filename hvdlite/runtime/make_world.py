@@ -1,0 +1,260 @@
+"""
+Makes a `World` of ranks that can reach each other: its group, over shared memory and by levels, and its controller.
+
+    store ── every rank's info, signed ── ConnectedRanks ── Group ── controller ── World
+
+`bootstrap` and `connect_ranks` call it, once they have a store that all ranks share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ..comm.engine import EngineFactory, TorchEngineFactory
+from ..comm.gloo import ConnectingRanks, InitTimeout
+from ..comm.group import Group
+from ..comm.hierarchy_selection import choose_levels
+from ..control.connect import make_controller
+from ..control.controller import Controller
+from ..control.generation import Generation
+from ..environment import DYNAMIC, Environment
+from ..errors import LaunchEnvironmentError, MismatchError
+from ..log import log, open_log
+from ..rendezvous.host_address import LOOPBACK, interface_of
+from ..rendezvous.placement import Placement, Topology, placements_to_topology
+from ..rendezvous.process_state import ProcessState
+from ..rendezvous.rank_info import RankInfo, agree_on_secret, exchange_rank_info, refuse
+from ..rendezvous.seat import Seat
+from ..rendezvous.secret import given_secret
+from ..shm.kept_memory import KeptMemory
+from ..shm.shm_factory import ShmEngineFactory
+from ..signing import Signer
+from ..timeline import session as timeline
+from .process_set_registry import Registry
+from .startup_line import log_startup
+from .survival import Survival
+
+
+@dataclass(frozen=True)
+class World:
+    """The connected ranks from one `hvd.init` to the next `hvd.shutdown`, as this process sees them.
+
+    ``group`` is the group of all ranks. ``generation`` has the state that all groups of this world share; its module
+    lists the state of a process, a generation, a group, a set and a thread. ``leave`` closes the default process group
+    and the store's client; call it after the group is closed. ``pid`` tells a forked child from this process. ``seat``
+    is this rank's in an elastic job, otherwise None. ``survival`` is None unless steps survive the loss of a rank.
+    ``stands_by``: this process is no rank yet, and ``topology`` has the numbers that it will probably have.
+    """
+
+    topology: Topology
+    group: Group
+    generation: Generation
+    controller: Controller
+    environment: Environment
+    sets: Registry
+    leave: Callable[[], None]
+    pid: int
+    seat: Seat | None = None
+    survival: Survival | None = None
+    stands_by: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InitCall:
+    """One call of `hvd.init`: how long it may wait, its settings, and what the process keeps from earlier worlds.
+
+    ``undo`` gets whatever must be closed if the call fails.
+    """
+
+    timeout: InitTimeout
+    environment: Environment
+    process: ProcessState
+    undo: contextlib.ExitStack
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectedRanks:
+    """Every rank's info, and what they need to connect to each other."""
+
+    infos: list[RankInfo]
+    connecting: ConnectingRanks
+
+
+def exchange_infos(placement: Placement, store: Store, secret: bytes | None, call: InitCall) -> ConnectedRanks:
+    """Exchanges every rank's info through the store. Every rank must call it, and waits for all.
+
+    ``secret`` is from the launcher's exchange; None makes rank 0 put one into the store.
+    """
+    given, environment = given_secret(os.environ), call.environment
+    settings = {
+        "HVDLITE_CHECK": environment.check,
+        "HVDLITE_SHM": environment.shm,
+        "timeline": environment.timeline,
+        "hierarchical": environment.hierarchical,
+        "check_parameters": environment.check_parameters,
+        "survive": environment.survive,
+    }
+    try:
+        # A secret of the user's takes precedence over the launcher's.
+        if given is not None or secret is None:
+            secret = agree_on_secret(store, placement.rank, given)
+    except LaunchEnvironmentError:
+        refuse(store, placement.rank)
+        raise
+    own = RankInfo.of(placement, os.getpid(), _own_version(), settings)
+    infos, signer = exchange_rank_info(store, own, Signer(secret), call.timeout.limit)
+    if placement.size > 1 and len({info.placement.node for info in infos}) == 1:
+        # One host: let gloo listen on loopback, which no other host can reach, unless the user has chosen an interface.
+        call.process.choose_interface(interface_of(LOOPBACK))
+    names = tuple(f"rank {rank} ({info.placement.host})" for rank, info in enumerate(infos))
+    connecting = ConnectingRanks(PrefixStore("engines", store), signer, placement.rank, names, call.timeout)
+    return ConnectedRanks(infos, connecting)
+
+
+def make_world(
+    placement: Placement,
+    engine_factory: EngineFactory,
+    ranks: ConnectedRanks,
+    call: InitCall,
+    leave: Callable[[], None],
+    seat: Seat | None = None,
+) -> World:
+    """Makes the groups, the controller and the rest of a world. Every rank must call it, and waits for all."""
+    environment, process, undo = call.environment, call.process, call.undo
+    open_log(environment, placement.rank)
+    infos, connecting = ranks.infos, ranks.connecting
+    placements = [info.placement for info in infos]
+    topology = placements_to_topology(placement.rank, placements)
+    generation = Generation()
+    group = Group(
+        engine_factory,
+        placement.rank,
+        placement.size,
+        topology.hosts,
+        signer=connecting.signer,
+        watch=generation.watch,
+    )
+    undo.callback(group.close)
+    for remark in environment.remarks if placement.rank == 0 else ():
+        log.warning(remark)
+    for name in ("HVDLITE_CHECK", "HVDLITE_SHM"):
+        _require_same_switch(name, infos, group)
+    nodes = [placement.node for placement in placements]
+    # Equal on all ranks, because rank 0's setting counts.
+    survives = infos[0].settings["survive"] and seat is not None
+    kept = None
+    if survives:
+        kept = process.keep("shared memory", None, KeptMemory, KeptMemory.close)
+        kept.begin([info.pid for info in infos if info.placement.node == placement.node])
+    within = None
+    if environment.shm and topology.local_size == len(placements) > 1:
+        group = _over_shared_memory(group, generation, engine_factory, connecting, kept)
+        undo.callback(group.close)
+    elif environment.shm and topology.local_size > 1:
+        within = _between_neighbours(placement, nodes, engine_factory, connecting, kept)
+    # Rank 0's setting counts, because its measurements decide too.
+    hierarchical = infos[0].settings["hierarchical"]
+    gpu = _own_gpu(group, topology) if hierarchical is None else None
+    choose_levels(group, engine_factory, within, nodes, hierarchical, gpu)
+    # Equal on all ranks, because the comparison is a collective.
+    environment = replace(
+        environment,
+        check_parameters=infos[0].settings["check_parameters"],
+        survive=survives,
+    )
+    if placement.rank == 0:
+        backend = engine_factory.backend if isinstance(engine_factory, TorchEngineFactory) else ""
+        log_startup(group.engine, nodes, backend, replace(environment, hierarchical=hierarchical))
+    timeout_s = connecting.init_timeout.timeout.total_seconds()
+    controller = make_controller(group, generation, nodes, environment, timeout_s)
+    undo.callback(controller.close)
+    # Rank 0 writes the file, so its variable counts.
+    timeline_path = infos[0].settings["timeline"]
+    if timeline_path not in (None, DYNAMIC):
+        undo.callback(generation.recorder.forget)
+        try:
+            timeline.start(generation.recorder, group, controller, timeline_path)
+        except timeline.NotWrittenError as error:
+            if seat is None:
+                raise
+            # An elastic job comes here again whenever its ranks change, when the directory may be full or gone.
+            if placement.rank == 0:
+                log.warning("%s", error)
+    sets = Registry(group, controller, generation, is_elastic=seat is not None)
+    return World(topology, group, generation, controller, environment, sets, leave, os.getpid(), seat)
+
+
+def _require_same_switch(name: str, infos: Sequence[RankInfo], group: Group) -> None:
+    first = infos[0].settings[name]
+    for rank, info in enumerate(infos):
+        if info.settings[name] != first:
+            raise MismatchError(
+                f"hvd.init(): {name} (0 or 1) is {first!r} on {group.describe_rank(0)} and "
+                f"{info.settings[name]!r} on {group.describe_rank(rank)}: every rank must pass the same value"
+            )
+
+
+def _over_shared_memory(
+    group: Group,
+    generation: Generation,
+    engine_factory: EngineFactory,
+    ranks: ConnectingRanks,
+    kept: KeptMemory | None,
+) -> Group:
+    """Closes the group and returns one of the same ranks over shared memory; all ranks must be on one host.
+
+    ``engine_factory`` makes the engines for tensors and collectives that shared memory does not support.
+    """
+    on_host = ShmEngineFactory(ranks, engine_factory, for_gpus=torch.cuda.is_available(), kept=kept)
+    signer = group.signer.derive("shared memory")
+    shared = Group(on_host, group.rank, group.size, group.hosts, signer=signer, watch=generation.watch)
+    group.close()
+    return shared
+
+
+def _between_neighbours(
+    placement: Placement,
+    nodes: Sequence[str],
+    engine_factory: EngineFactory,
+    ranks: ConnectingRanks,
+    kept: KeptMemory | None,
+) -> EngineFactory:
+    """Makes engines over shared memory between the ranks of this host; ``nodes`` has the node of every rank."""
+    group_ranks = [rank for rank, node in enumerate(nodes) if node == placement.node]
+    group_rank, token = group_ranks.index(placement.rank), f"host of rank {group_ranks[0]}"
+    others = engine_factory.among(group_ranks, group_rank, token)
+    neighbours = ranks.among(group_ranks, group_rank, token)
+    return ShmEngineFactory(neighbours, others, for_gpus=torch.cuda.is_available(), kept=kept)
+
+
+def _own_gpu(group: Group, topology: Topology) -> torch.device | None:
+    """Returns this rank's GPU if hierarchical all-reduces over NCCL are possible; otherwise None.
+
+    They need several hosts, the same number of ranks (more than one) on each, and a GPU for every rank. Every rank
+    must call it, and waits for all.
+    """
+    if not topology.is_homogeneous or topology.local_size in (1, topology.size):
+        return None
+    own = None
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        own = torch.device("cuda", topology.local_rank % torch.cuda.device_count())
+    number = None if own is None else str(torch.cuda.get_device_properties(own).uuid)
+    numbers = group.all_gather_json(number, "hvd.init()")
+    return own if None not in numbers and len(set(numbers)) == group.size else None
+
+
+@cache  # reading it takes a millisecond or more, and a worker of an elastic job may enter any number of worlds
+def _own_version() -> str:
+    try:
+        return version("hvdlite")
+    except PackageNotFoundError:
+        return "of a source tree"

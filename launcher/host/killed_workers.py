@@ -1,0 +1,133 @@
+"""`KilledWorkers`: notices that a worker was killed, before the kernel has taken back the memory of its process.
+
+    InitDone ──► watch ── pidfds of some threads ──► all threads are exiting? ──► on_killed(pid, signum)
+
+SIGCHLD comes last, and a process of some GB is taken down for 0.1 s before it. Its threads end at once, all but the
+last one, which does this work. Since Linux 6.9 a pidfd can be that of a thread. Elsewhere nothing is noticed early.
+
+A fired pidfd alone says little: a program's thread may end while others go on. So a worker counts as killed once the
+kernel says of each thread that it is exiting, and by which signal: then no instruction of its program runs any more,
+and nothing more is written into the memory that it shares with other ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+# Of each worker: whichever of its threads takes down the memory ends last, and the others tell.
+_THREADS = 4
+_LOOK_EACH_S = 0.002
+# After so many looks the thread has ended by itself.
+_LOOKS = 100
+
+_SYS_PIDFD_OPEN = 434
+_PIDFD_THREAD = os.O_EXCL
+# Of the kernel's flags of a task, the fourth field behind its state in /proc/PID/task/TID/stat.
+_PF_EXITING = 0x4
+_FLAGS, _EXIT_CODE = 6, 49
+
+
+class KilledWorkers:
+    """The workers that are watched, by pid. ``on_killed(pid, signum)`` is called at most once for each."""
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        on_killed: Callable[[int, int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``selector``: the data of each registration is a function without arguments, which the event loop calls."""
+        self._selector = selector
+        self._on_killed = on_killed
+        self._clock = clock
+        self._open_pidfd = _opener()
+        self._pidfds: dict[int, set[int]] = {}
+        self._looks: dict[int, int] = {}  # how often to look yet, at those of which a thread has ended
+        self._look_at = 0.0
+
+    def watch(self, pid: int) -> None:
+        """Watches a child of this process from now on, with the threads that it has now."""
+        self.forget(pid)
+        pidfds = self._pidfds[pid] = set()
+        if self._open_pidfd is None:
+            return
+        for thread in sorted(_threads_of(pid))[:_THREADS]:
+            if (pidfd := self._open_pidfd(thread)) >= 0:
+                pidfds.add(pidfd)
+                self._selector.register(pidfd, selectors.EVENT_READ, partial(self._fired, pid, pidfd))
+
+    def forget(self, pid: int) -> None:
+        """Watches it no longer. To be called when it is reaped, since its number may be given to another process."""
+        for pidfd in list(self._pidfds.get(pid, ())):
+            self._close(pid, pidfd)
+        self._pidfds.pop(pid, None)
+        self._looks.pop(pid, None)
+
+    def _close(self, pid: int, pidfd: int) -> None:
+        self._pidfds[pid].remove(pidfd)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+
+    def _fired(self, pid: int, pidfd: int) -> None:
+        if pidfd not in self._pidfds.get(pid, ()):
+            return  # forgotten for another that fired at the same time
+        self._close(pid, pidfd)
+        self._looks[pid] = _LOOKS
+        self._look(pid)
+
+    def time_left_s(self) -> float | None:
+        """Returns the seconds until `tick` must be called, or None."""
+        return max(0.0, self._look_at - self._clock()) if self._looks else None
+
+    def tick(self) -> None:
+        """Looks again at those of which a thread has ended."""
+        if self._looks and self._clock() >= self._look_at:
+            for pid in list(self._looks):
+                self._look(pid)
+
+    def _look(self, pid: int) -> None:
+        self._look_at = self._clock() + _LOOK_EACH_S
+        self._looks[pid] -= 1
+        signum = killed_by(pid)
+        if signum is not None:
+            self.forget(pid)
+            self._on_killed(pid, signum)
+        elif self._looks[pid] == 0:
+            del self._looks[pid]
+
+
+def killed_by(pid: int) -> int | None:
+    """Returns the signal by which all threads of this process are exiting; None as long as any of them goes on."""
+    signum = None
+    for thread in _threads_of(pid):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended entirely
+            with open(f"/proc/{pid}/task/{thread}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+            if not int(fields[_FLAGS]) & _PF_EXITING:
+                return None
+            # A wait status: 0 in the lowest seven bits if the program has ended by itself.
+            signum = int(fields[_EXIT_CODE]) & 0x7F or signum
+    return signum
+
+
+def _threads_of(pid: int) -> list[int]:
+    try:
+        return [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
+
+
+def _opener() -> Callable[[int], int] | None:
+    """Returns a function that opens the pidfd of a thread, and returns a negative number if that cannot be done."""
+    if not sys.platform.startswith("linux"):
+        return None
+    import ctypes  # noqa: PLC0415  # costs 10 ms, and only Linux needs it
+
+    syscall = ctypes.CDLL(None).syscall
+    return lambda thread: int(syscall(_SYS_PIDFD_OPEN, thread, _PIDFD_THREAD))

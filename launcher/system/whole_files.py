@@ -1,0 +1,73 @@
+"""Files that a job leaves for other programs: each is replaced as a whole, and it is tried before the job.
+
+A file is written under another name first, so a reader never sees half of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+
+from ..errors import UsageError, in_words
+
+# The modes of a file that a program creates, which node_exporter, another user, must be able to read.
+_MODE = 0o644
+
+
+def replace_file(path: str, text: str) -> None:
+    """Writes a file as a whole: a reader sees the old one or the new one."""
+    fd, temporary = _make_beside(path)
+    try:
+        with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+            os.fchmod(fd, _MODE)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def require_writable(flag: str, path: str) -> None:
+    """Raises `UsageError` if a file with this path cannot be written: no job is started then."""
+    if not path:
+        raise UsageError(f"{flag}: '' is not the name of a file")
+    if os.path.isdir(path) or not os.path.basename(path):
+        raise UsageError(f"{flag}: {path!r} is a directory: give the name of a file")
+    if os.path.exists(path) and not os.path.isfile(path):
+        # It would be replaced: root's job would destroy /dev/null.
+        raise UsageError(f"{flag}: {path!r} is not a regular file, which it would be replaced by: give another name")
+    _try(flag, path)
+
+
+def require_directory(flag: str, path: str) -> None:
+    """Makes a directory if it is missing; raises `UsageError` if no file can be made in it."""
+    if not path:
+        raise UsageError(f"{flag}: '' is not the name of a directory, such as reports")
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{flag}: cannot make the directory {path}: {why_not_written(error)}") from error
+    _try(flag, os.path.join(path, "report"))
+
+
+def why_not_written(error: OSError) -> str:
+    """Returns the cause in words, without the file."""
+    return in_words(OSError(error.errno, "")) or error.strerror or str(error)
+
+
+def _try(flag: str, path: str) -> None:
+    try:
+        fd, temporary = _make_beside(path)
+        os.close(fd)
+        os.unlink(temporary)
+    except OSError as error:
+        directory = os.path.dirname(path) or "."
+        way = "create it first" if isinstance(error, FileNotFoundError) else "choose another, or allow it"
+        why = f"no file can be made in {directory} ({why_not_written(error)}): {way}"
+        raise UsageError(f"{flag}: cannot write {path}: {why}") from error
+
+
+def _make_beside(path: str) -> tuple[int, str]:
+    return tempfile.mkstemp(prefix=f".{os.path.basename(path)[:100]}.", dir=os.path.dirname(path) or ".")

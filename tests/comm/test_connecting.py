@@ -1,0 +1,127 @@
+"""While gloo connects, what it waits for is seen from outside, and its wait can be ended."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from hvdlite.comm import connecting, gloo
+from hvdlite.comm.connecting import Connecting
+from hvdlite.comm.gloo import ConnectingRanks, InitTimeout, loops_connecting, open_proven, sockets_of
+from hvdlite.errors import CommunicationError
+from hvdlite.signing import Signer
+
+LONG = timedelta(seconds=600)
+# Gloo connects from the greater address to the lesser one.
+OWN_ADDRESS = {"connects": "127.0.0.2", "is connected to": "127.0.0.1"}
+ITS_ADDRESS = {"connects": "127.0.0.1", "is connected to": "127.0.0.2"}
+
+
+def gloo_at(address: str, store: dist.Store, rank: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._threads, options._timeout = 2, timeout
+    return dist.ProcessGroupGloo(store, rank, 2, options)
+
+
+def tell_address(store: dist.Store, rank: int, listener: socket.socket) -> None:
+    """Has a rank tell its address, and be lost before it connects; at the address nobody answers."""
+    elsewhere = dist.HashStore()
+    with pytest.raises(RuntimeError):
+        gloo_at(listener.getsockname()[0], elsewhere, rank, timedelta(milliseconds=50))
+    told = elsewhere.get(f"0/{rank}")
+    own = socket.inet_aton(listener.getsockname()[0])
+    at = told.index(own)
+    store.set(f"0/{rank}", told[: at - 2] + listener.getsockname()[1].to_bytes(2, "big") + told[at:])
+
+
+@contextmanager
+def opening(way: str):
+    """Opens a group with a lost rank, in a thread: yields what gloo does, the thread, and a list for its error."""
+    store, errors = dist.HashStore(), []
+    ranks = ConnectingRanks(store, Signer(b"key"), 1, ("rank 0 (a)", "rank 1 (b)"), InitTimeout(LONG))
+
+    def open_it() -> None:
+        try:
+            open_proven(lambda _: gloo_at(OWN_ADDRESS[way], store, 1, LONG), lambda group: group.shutdown(), ranks, "x")
+        except (RuntimeError, CommunicationError) as error:
+            errors.append(error)
+
+    with socket.create_server((ITS_ADDRESS[way], 0)) as listener:
+        gloo._drop_all(listener)
+        tell_address(store, 0, listener)
+        thread = threading.Thread(target=open_it, daemon=True)
+        thread.start()
+        under_way = Connecting(2)
+        until(lambda: has_begun(way))
+        yield under_way, thread, errors
+        under_way.close()
+
+
+def has_begun(way: str) -> bool:
+    seen = [listens for loop in loops_connecting() for _, _, listens in sockets_of(loop, also_unconnected=True)]
+    return seen.count(True) == 1 and seen.count(False) == (way == "connects")
+
+
+def until(is_so) -> None:
+    while not is_so():
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("way", ["connects", "is connected to"])
+def test_a_wait_for_a_rank_that_was_lost_after_it_told_its_address_can_be_given_up(way):
+    with opening(way) as (under_way, thread, errors):
+        gives_up = threading.Thread(target=under_way.give_up)
+        gives_up.start()
+        thread.join()
+        assert len(errors) == 1
+        under_way.close()
+        gives_up.join()
+
+
+def test_an_address_that_does_not_answer_is_silent_from_when_it_was_first_seen():
+    with opening("connects") as (under_way, thread, _):
+        now_s = 100.0
+        under_way._clock = lambda: now_s
+        assert under_way.addresses == ("127.0.0.2",)
+        assert under_way.silences() == {"127.0.0.1": 0.0}
+        now_s += 7
+        assert under_way.silences() == {"127.0.0.1": 7.0}
+        threading.Thread(target=under_way.give_up).start()
+        thread.join()
+
+
+def test_a_rank_that_waits_to_be_connected_to_says_where_it_is_and_has_no_silence():
+    with opening("is connected to") as (under_way, thread, _):
+        assert under_way.addresses == ("127.0.0.1",)
+        assert under_way.silences() == {}
+        threading.Thread(target=under_way.give_up).start()
+        thread.join()
+
+
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_the_address_that_does_not_answer_is_in_the_kernels_table(family, address):
+    with socket.create_server((address, 0), family=family) as listener, socket.socket(family) as own:
+        gloo._drop_all(listener)
+        own.setblocking(False)
+        own.connect_ex(listener.getsockname())
+        assert connecting._others({os.fstat(own.fileno()).st_ino}) == {address}
+        assert connecting._others({os.fstat(listener.fileno()).st_ino}) == set()
+
+
+def test_what_is_connected_already_is_ended_too_and_nothing_is_done_after_all_is_over():
+    ended = []
+    under_way = Connecting(2)
+    under_way.on_give_up(lambda: (ended.append("it"), under_way.close()))
+    under_way.give_up()
+    under_way.on_give_up(lambda: ended.append("another"))
+    under_way.give_up()
+    assert ended == ["it"]
+    assert under_way.addresses == ()

@@ -1,0 +1,93 @@
+"""What a worker's reporter tells hvdlite-run, however often it is asked and whatever the program has put into it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+
+import pytest
+import torch
+
+from hvdlite.rendezvous.store_client import StoreRequest
+from hvdlite.runtime import hang_report, world
+from hvdlite.runtime.hang_report import HangReporter
+
+
+class Store:
+    """Keeps the requests."""
+
+    def __init__(self) -> None:
+        self.requests: list[object] = []
+
+    def request(self, kind: StoreRequest, arguments: list[bytes]) -> None:
+        self.requests.append(kind)
+
+
+class Reporter:
+    """A reporter in the current directory, of a process that has waited for 100 s."""
+
+    def __init__(self, describe_briefly=lambda: {"rank": 0}) -> None:
+        self.store = Store()
+        self.reporter = HangReporter(
+            ".",
+            3,
+            self.store,
+            describe=dict,
+            describe_briefly=describe_briefly,
+            waited_s=lambda: 100.0,
+            warn_after_s=60.0,
+        )
+
+    def ask(self) -> bytes:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(60)
+            connection.connect(f"r{os.getpid()}")
+            connection.sendall(b"brief")
+            return connection.recv(1 << 16)
+
+    def close(self) -> None:
+        self.reporter._listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the path of a socket must be short
+    # The handler of the signal would stay in this process.
+    monkeypatch.setattr(HangReporter, "_register", lambda *_: None)
+
+
+def test_a_rank_that_is_asked_all_the_time_tells_all_the_same_that_it_has_waited_for_too_long(monkeypatch):
+    monkeypatch.setattr(hang_report, "_LOOKS_EACH_S", 1.0)
+    reporter = Reporter()
+    try:
+        until_s = time.monotonic() + 1.0
+        while time.monotonic() < until_s:
+            reporter.ask()
+        # The time to look has passed before the first of these is answered, so it looks before it answers the second.
+        reporter.ask()
+        reporter.ask()
+        assert reporter.store.requests == [StoreRequest.STALLED]
+    finally:
+        reporter.close()
+
+
+def test_what_cannot_be_told_is_told_as_an_error_and_ends_neither_the_thread_nor_the_program():
+    reporter = Reporter(lambda: {"rank": 0, "samples": torch.tensor(5)})
+    try:
+        reporter.reporter.note_progress()
+        with open("worker.3.progress", "rb") as file:
+            assert reporter.ask() == reporter.ask() == file.read()
+        answer = json.loads(reporter.ask())
+        assert answer["worker"] == 3
+        assert answer["error"].startswith("TypeError: ")
+    finally:
+        reporter.close()
+
+
+def test_samples_that_are_counted_by_a_tensor_are_told_as_a_number(monkeypatch):
+    monkeypatch.setattr(world._process, "samples", None)
+    world.note_samples(torch.tensor(5))
+    world.note_samples(2)
+    assert json.dumps(world._describe_briefly()["samples"]) == "7"
