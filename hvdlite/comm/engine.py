@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
 
-from ..errors import PeerLostError
+from ..errors import CommunicationError, PeerLostError
 from .engine_state import EngineState
 from .gloo import ConnectingRanks, Connections, make_gloo, open_proven, wait_for_all
 from .torch_engine import TorchEngine
@@ -318,7 +318,18 @@ class SubsetEngineFactory:
     def open(self) -> Engine:
         label = f"channel{next(self._opened)}"
         wait_for_all(self._ranks, label)
-        group, connections = open_proven(partial(self._make, label), lambda group: group.shutdown(), self._ranks, label)
+        try:
+            group, connections = open_proven(
+                partial(self._make, label), lambda made: made.shutdown(), self._ranks, label
+            )
+        except CommunicationError:
+            raise
+        except RuntimeError as error:
+            # Torch's own, where a rank is lost while these connect.
+            raise CommunicationError(
+                f"{self._ranks.names[self._ranks.rank]} could not connect to the other ranks: one of them has ended or "
+                f"cannot be reached; look at their output for the cause ({error})"
+            ) from error
         engine = TorchEngine(group, has_nccl=self._backend_of["cuda"] == "nccl", cut=connections.cut)
         self._open.append((engine, connections))
         return engine

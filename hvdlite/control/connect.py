@@ -17,8 +17,10 @@ import selectors
 import socket
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
+from ..comm.gloo import InitTimeout
 from ..comm.group import Group
 from ..environment import Environment, launcher_variable
 from ..errors import CommunicationError
@@ -41,18 +43,19 @@ _AGAIN_S = 0.2
 
 
 def make_controller(
-    group: Group, generation: Generation, nodes: Sequence[str], environment: Environment, timeout_s: float
+    group: Group, generation: Generation, nodes: Sequence[str], environment: Environment, init_timeout: InitTimeout
 ) -> Controller:
     """Makes this rank's one controller for a generation; every rank must call it, and it waits for rank 0.
 
-    ``nodes`` identify the ranks' hosts: equal entries are on one host.
+    ``nodes`` identify the ranks' hosts: equal entries are on one host. ``init_timeout`` is that of `hvd.init`, and how
+    long the ranks' operations may stall.
     """
     if group.size == 1:
         return UncheckedController(1, generation.recorder)
     if group.rank == 0:
-        client, early = _lead(group, generation, nodes, _rules(environment, timeout_s), environment)
+        client, early = _lead(group, generation, nodes, _rules(environment, init_timeout), environment)
     else:
-        mailbox, welcome, early = _reach(_exchange_address(group, None), group, timeout_s)
+        mailbox, welcome, early = _reach(_exchange_address(group, None), group, init_timeout.left())
         try:
             client = ControlClient(mailbox, group, generation, None, welcome, measures_steps=environment.stragglers)
         except BaseException:
@@ -69,10 +72,9 @@ def make_controller(
     return client if environment.check else UncheckedController(group.size, generation.recorder, client)
 
 
-def _rules(environment: Environment, timeout_s: float) -> StallRules:
-    return StallRules(
-        environment.stall_warning_s if environment.stall_check else None, environment.stall_shutdown_s, timeout_s
-    )
+def _rules(environment: Environment, init_timeout: InitTimeout) -> StallRules:
+    warning_s = environment.stall_warning_s if environment.stall_check else None
+    return StallRules(warning_s, environment.stall_shutdown_s, init_timeout.timeout.total_seconds())
 
 
 def _lead(
@@ -126,9 +128,9 @@ def _address_for_others(hosts: Sequence[str]) -> str:
         ) from error
 
 
-def _reach(address: Any, group: Group, timeout_s: float) -> tuple[Mailbox, Welcome, list[list[Any]]]:
+def _reach(address: Any, group: Group, timeout: timedelta) -> tuple[Mailbox, Welcome, list[list[Any]]]:
     """Connects to rank 0 and authenticates; returns the mailbox, the welcome, and messages received after it."""
-    own = group.describe_rank(group.rank)
+    own, timeout_s = group.describe_rank(group.rank), timeout.total_seconds()
     give_up_at_s = time.monotonic() + timeout_s
     while True:
         try:

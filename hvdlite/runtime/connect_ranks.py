@@ -71,6 +71,9 @@ def connect_all(
         infos = ranks.infos
 
         def make(_: Connections) -> dist.ProcessGroup:
+            # Torch puts this count into the keys of the store, and forgets to reset it where init_process_group fails:
+            # ranks of which only some have come so far, in a generation before, would not find each other.
+            dist.distributed_c10d._world.group_count = 0
             dist.init_process_group(
                 backend, store=store, rank=placement.rank, world_size=placement.size, timeout=init_timeout.left()
             )

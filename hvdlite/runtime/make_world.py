@@ -174,8 +174,7 @@ def make_world(
     if placement.rank == 0:
         backend = engine_factory.backend if isinstance(engine_factory, TorchEngineFactory) else ""
         log_startup(group.engine, nodes, backend, replace(environment, hierarchical=hierarchical))
-    timeout_s = connecting.init_timeout.timeout.total_seconds()
-    controller = make_controller(group, generation, nodes, environment, timeout_s)
+    controller = make_controller(group, generation, nodes, environment, connecting.init_timeout)
     undo.callback(controller.close)
     # Rank 0 writes the file, so its variable counts.
     timeline_path = infos[0].settings["timeline"]

@@ -155,18 +155,19 @@ def _exchange(
     store: Store, what: str, rank: int, size: int, value: dict[str, Any], init_timeout: InitTimeout, signer: Signer
 ) -> list[dict[str, Any]]:
     text = json.dumps(value)
-    store.set(f"{what}{rank}", signer.sign(what, rank, text).hex() + text)
     keys = [f"{what}{group_rank}" for group_rank in range(size)]
     try:
+        # In an elastic job each of them fails once one of the ranks is lost, the last one, too.
+        store.set(keys[rank], signer.sign(what, rank, text).hex() + text)
         store.wait(keys, init_timeout.left())
+        # Stores on files have no multi_get.
+        is_extended: bool = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's stubs
+        values = store.multi_get(keys) if is_extended else [store.get(key) for key in keys]
     except RuntimeError as error:
         raise CommunicationError(
             f"setting up shared memory failed on rank {rank} of {size}: {_words_of_absence(store, keys)}: look for "
             f"that rank's own error ({error})"
         ) from error
-    # Stores on files have no multi_get.
-    is_extended: bool = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's stubs
-    values = store.multi_get(keys) if is_extended else [store.get(key) for key in keys]
     return [_read(value, what, group_rank, rank, signer) for group_rank, value in enumerate(values)]
 
 
@@ -188,7 +189,7 @@ def _words_of_absence(store: Store, keys: Sequence[str]) -> str:
         absent = [group_rank for group_rank, key in enumerate(keys) if not store.check([key])]
     except RuntimeError:
         return "the ranks' store is gone, because the rank that serves it has ended"
-    return f"rank {', '.join(map(str, absent))} did not join in time"
+    return f"rank {', '.join(map(str, absent))} did not join in time" if absent else "another rank has ended"
 
 
 def _wait_until_read(store: Store, what: str, rank: int, size: int) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from ranks import attempt_threads
 
-from hvdlite.comm import gloo, torch_engine
+from hvdlite.comm import engine, gloo, torch_engine
 from hvdlite.comm.engine import SubsetEngineFactory
 from hvdlite.comm.engine_state import RevokedError
 from hvdlite.comm.gloo import ConnectingRanks, Connections, InitTimeout, make_gloo, open_proven, wait_for_all
@@ -536,3 +536,16 @@ def test_a_socket_that_another_thread_opens_while_connections_are_cut_stays_open
     connections.cut()
     its_peer.sendall(b"still open")
     assert strange.recv(100) == b"still open"
+
+
+def test_a_rank_that_is_lost_while_gloo_connects_is_a_communication_error(monkeypatch):
+    def make(store: dist.Store, *_) -> None:
+        # Its store does so once a rank is lost; a connection that ends raises a RuntimeError, too.
+        raise dist.DistStoreError("get of 0/1: rank 1 was killed by SIGKILL")
+
+    monkeypatch.setattr(engine, "make_gloo", make)
+    factory = SubsetEngineFactory(ranks_of(dist.HashStore(), 0, 1), "gloo", range(1))
+    with pytest.raises(
+        CommunicationError, match=r"^rank 0 \(node0\) could not connect .* rank 1 was killed by SIGKILL"
+    ):
+        factory.open()

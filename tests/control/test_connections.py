@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 from worlds import run_worlds
@@ -434,7 +435,7 @@ def test_who_answers_in_rank_0s_place_without_the_key_is_told_from_it(monkeypatc
     with pytest.raises(
         hvd.CommunicationError, match=r"rank 1 \(node1\): the program that answers at .* does not know the job's key"
     ):
-        connect._reach(impostor.getsockname(), Lone(), 60.0)
+        connect._reach(impostor.getsockname(), Lone(), timedelta(seconds=60))
     thread.join()
     impostor.close()
 

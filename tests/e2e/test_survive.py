@@ -108,8 +108,9 @@ def survivors_of(launch, tmp_path, body: str, died: str, *, size: int = 3, flags
         *("-np", str(size), "--min-np", "1", "--survive", *flags), sys.executable, "-c", PROGRAM + body, env=variables
     )
     code, out, err = job.ended(PATIENCE_S)
+    print(err.decode())  # which pytest shows with a failure
     job.assert_gone()
-    assert code == 0, err.decode()
+    assert code == 0
     return {int(each.stem): torch.load(each) for each in results.iterdir()}, out.decode(), err.decode()
 
 

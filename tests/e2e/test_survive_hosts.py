@@ -43,7 +43,8 @@ def start(make_lan, launch, tmp_path, body: str, died: str, *more_flags: str):
 def survivors_of(job, tmp_path) -> tuple[dict[int, list[torch.Tensor]], str]:
     """Returns the parameters of the workers that ended with the job, by their numbers, and what was said."""
     code, _, err = job.ended(PATIENCE_S)
-    assert code == 0, err.decode()
+    print(err.decode())  # which pytest shows with a failure
+    assert code == 0
     return {int(each.stem): torch.load(each) for each in (tmp_path / "results").iterdir()}, err.decode()
 
 

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -16,6 +17,7 @@ from torch import Tensor
 from worlds import PLAIN, WorldOfThread, _instead_of_the_world, _topology
 
 from hvdlite import faults
+from hvdlite.comm.gloo import InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.comm.work import Work
 from hvdlite.control.connect import make_controller
@@ -141,7 +143,9 @@ class _Job:
             watch=generation.watch,
             label=token,
         )
-        controller = make_controller(group, generation, ["here"] * group.size, PLAIN, timeout_s=60.0)
+        controller = make_controller(
+            group, generation, ["here"] * group.size, PLAIN, InitTimeout(timedelta(seconds=60))
+        )
         sets = Registry(group, controller, generation)
         own = World(_topology(group), group, generation, controller, PLAIN, sets, leave=lambda: None, pid=0)
         with self._lock:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from ranks import attempt_ranks, generation_of, run_ranks
 
+from hvdlite.comm.gloo import InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.control import thread_labels
 from hvdlite.control.connect import make_controller
@@ -92,7 +94,9 @@ def attempt_worlds(
 
     def run(group: Group) -> Any:
         generation = generation_of(group)
-        controller = make_controller(group, generation, ["here"] * group.size, environment, timeout_s=60.0)
+        controller = make_controller(
+            group, generation, ["here"] * group.size, environment, InitTimeout(timedelta(seconds=60))
+        )
         sets = Registry(group, controller, generation)
         own = World(_topology(group), group, generation, controller, environment, sets, leave=lambda: None, pid=0)
         shared.enter(own)
@@ -154,7 +158,7 @@ def _world_within(base: Group, size: int, token: str) -> World:
     group = Group(
         engine_factory, base.rank, size, base.hosts[:size], signer=signer, watch=generation.watch, label=token
     )
-    controller = make_controller(group, generation, ["here"] * size, PLAIN, timeout_s=60.0)
+    controller = make_controller(group, generation, ["here"] * size, PLAIN, InitTimeout(timedelta(seconds=60)))
     sets = Registry(group, controller, generation)
     return World(_topology(group), group, generation, controller, PLAIN, sets, leave=lambda: None, pid=0)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shm.engines import attempt_threads, begin_all_reduce, run_engines, until
 
 from hvdlite.comm.gloo import InitTimeout
+from hvdlite.errors import CommunicationError
 from hvdlite.shm import peers
 from hvdlite.shm import segment as segment_module
 from hvdlite.shm.segment import DIRECTORY, Address, NoMemoryError, Segment
@@ -283,3 +284,20 @@ def test_what_others_look_at_stays_when_its_rank_has_done_with_it(stays):
     del piece
     # Otherwise the memory is back with the system, and reads as zeros.
     assert seen.tensor[0] == (7 if stays else 0)
+
+
+@pytest.mark.parametrize("request_", ["set", "wait", "multi_get"])
+def test_a_rank_that_is_lost_while_shared_memory_is_set_up_is_a_communication_error(monkeypatch, request_):
+    """hvdlite-run's store then fails every request, also one for values that are there."""
+
+    class Store(dist.HashStore):
+        pass
+
+    def fail(*_: Any) -> None:
+        raise dist.DistStoreError("rank 1 was killed by SIGKILL")
+
+    monkeypatch.setattr(Store, request_, fail)
+    segment = open_segment()
+    with pytest.raises(CommunicationError, match=r"another rank has ended|did not join.*rank 1 was killed by SIGKILL"):
+        exchange_control_blocks(Store(), 0, 1, segment, InitTimeout(TIMEOUT), Signer(b"test"))
+    segment.close()
