@@ -142,7 +142,7 @@ class ControlClient:
         self._paces.close()
         self._connection.close()
         if self._coordinator is not None:
-            self._coordinator.close()
+            self._coordinator.close(has_lost_rank=self._connection.has_lost_rank)
 
     # -- on the listening thread
 

@@ -26,7 +26,7 @@ decides rounds of votes (`voting`). The diagram leaves out some messages; these 
     ["close_round", number]             asks to close this round of votes (see `voting`), having waited long enough
     ["pace", set_id, steps, sat_out, seconds, in_forward, elsewhere]
                                         a reading of its step clock: see `comm.step_clock.Reading`
-    ["bye"]                             leaves in an orderly way, as by hvd.shutdown()
+    ["bye"]                             leaves in an orderly way, as by hvd.shutdown(), and not because a rank was lost
 
     From rank 0
     ["welcome", pid, warn_after_s, end_after_s]
@@ -126,6 +126,7 @@ class Coordinator:
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ, self._stop)
         self._is_stopped = False
+        self._has_lost_rank = False
         self._acceptor: Acceptor | None = None
         if listener is not None and signer is not None:
             self._acceptor = Acceptor(listener, signer, size, self._selector, self._admit, self._is_expected)
@@ -178,8 +179,12 @@ class Coordinator:
             if is_paused:
                 board.decide(go=False)
 
-    def close(self) -> None:
-        """Sends all ranks "over", closes the connections, and waits until the thread has ended."""
+    def close(self, *, has_lost_rank: bool = False) -> None:
+        """Sends all ranks "over", closes the connections, and waits until the thread has ended.
+
+        ``has_lost_rank``: rank 0 ends because it has lost another, of which the others may not have heard.
+        """
+        self._has_lost_rank = has_lost_rank
         # Not by closing it alone: a forked child, such as that of a DataLoader, has a copy. It may be closed already.
         with contextlib.suppress(OSError):
             self._wake.shutdown(socket.SHUT_RDWR)
@@ -333,7 +338,9 @@ class Coordinator:
             self._acceptor = None
         self._selector.unregister(self._woken)
         with self._lock:
-            self._negotiation.end(0, ended_normally=True, now_s=time.monotonic())
+            if self._has_lost_rank:
+                self._negotiation.lost(0)
+            self._negotiation.end(0, ended_normally=not self._has_lost_rank, now_s=time.monotonic())
             self._answer()
             self._pause_votes()
         for rank in list(self._mailbox_of):

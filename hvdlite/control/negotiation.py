@@ -65,7 +65,7 @@ class Negotiation:
         self._joined_steps = JoinedSteps(lambda rank, message: self.outbox.append((rank, message)))
         self._joined_since_s: dict[int, float] = {}
         self._endings = Endings()
-        # By rank that has ended: whether it did so normally, and not by a crash.
+        # By rank that has ended, the first one first: whether it did so normally, and not by a crash.
         self._ended: dict[int, bool] = {}
         # The message about the first end, as sent to the other ranks.
         self.first_left: list[Any] | None = None
@@ -243,6 +243,8 @@ class Negotiation:
 
     def tick(self, now_s: float) -> None:
         """Applies the time; must be called now and then while `needs_ticks`."""
+        for ended, was_normal in self._endings.due(now_s):
+            self._report_end(ended, was_normal, now_s)
         # Time alone does not change operations whose requests agree.
         for pending in list(self._differing.values()):
             self._consider(pending, now_s)
@@ -256,7 +258,7 @@ class Negotiation:
             self._tell_refusal(pending)
             return
         # This runs for every request of every rank, so all members are checked only where that can matter.
-        gone = next((rank for rank in first.members if rank in self._ended), None) if self._ended else None
+        gone = next((rank for rank in self._ended if rank in first.members), None)
         if gone is not None:
             self._refuse(pending, *self._words_of_end(gone, first.kind.name, first.what))
             return

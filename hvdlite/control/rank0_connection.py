@@ -138,11 +138,21 @@ class Rank0Connection:
             self.end_reason = self.end_reason or EndReason(reason, is_peer_loss=True)
         self._fail_all()
 
+    @property
+    def has_lost_rank(self) -> bool:
+        """Whether no request is possible any more because a rank was lost."""
+        return self.end_reason is not None and self.end_reason.is_peer_loss
+
     def close(self) -> None:
-        """Sends "bye" to rank 0, and waits for the listening thread's end."""
+        """Sends "bye" to rank 0, unless a rank was lost, and waits for the listening thread's end."""
         with self._lock:
             self.end_reason = self.end_reason or EndReason("hvd.shutdown() was called")
-        self._mailbox.send(["bye"])
+        if self.has_lost_rank:
+            # A rank that has not heard of it yet, and waits for this one, has lost it: its program called nothing that
+            # this one did not.
+            self._say_lost()
+        else:
+            self._mailbox.send(["bye"])
         self._is_closing = True
         self._wake_up()
         if self._thread.ident is None:

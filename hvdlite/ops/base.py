@@ -41,6 +41,7 @@ from torch.autograd.function import Function
 from ..comm.group import Group
 from ..control.handle import Handle
 from ..control.operation import Execution, Kind, Operation, describe
+from ..errors import PeerLostError
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import group_of
 from ..runtime.world import current_world, is_initialized
@@ -162,8 +163,16 @@ def submit(operation: Operation, process_set: ProcessSet, tensors: Sequence[Tens
         for stream in streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
-    group = group_of(process_set, operation.describe())
-    handle = current_world().controller.submit(group, replace(operation, run=run))
+    group, world = group_of(process_set, operation.describe()), current_world()
+    if world.survival is not None:
+        try:
+            world.survival.require_others(operation.describe())
+        except PeerLostError as error:
+            # Like each operation that a lost rank fails, it raises this where it is waited for.
+            failed = Handle(operation.describe())
+            failed.fail(error)
+            return failed
+    handle = world.controller.submit(group, replace(operation, run=run))
     if streams:
         handle.before_taking = take
     return handle

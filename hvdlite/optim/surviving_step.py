@@ -143,6 +143,7 @@ class SurvivingSteps:
         Returns once all ranks have the averages, or discard the step. ``number`` is the optimizer's, and ``optimizer``
         how messages call it.
         """
+        self._survival.come_to_end_of_step()
         kept, obstacle = self.kept, self._obstacle
         if kept is not None:
             kept.keep_rest(step.gradient_states())
@@ -166,6 +167,7 @@ class SurvivingSteps:
         Ranks that another optimizer's step has taken into the new world do not come to the end of this one. There is no
         vote: it makes no difference who had come to it.
         """
+        self._survival.come_to_end_of_step()
         try:
             finish()
             if (steps := self._steps) is not None:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..comm.group import Group
 from ..environment import launcher_variable
-from ..errors import CommunicationError
+from ..errors import CommunicationError, PeerLostError
 from ..faults import point
 from ..log import log
 from ..rendezvous.key_listener import KeyListener
@@ -205,6 +205,8 @@ class Survival:
         self._can_repeat = True
         self._notes: list[list[Any]] = []
         self._is_going_on = False
+        # In this rank's next step other ranks wait already.
+        self._others_are_ahead = False
 
     @property
     def newcomers(self) -> Newcomers:
@@ -232,7 +234,12 @@ class Survival:
             own.append([sum(self._passed.values()), notes])
         told = group.all_gather_json(own, "the reports of all ranks in hvd.init()")
         left = [_read_left(each) for _, _, _, (*_, of_ended, _), *_ in told for each in of_ended]
-        self._settlement = settle([_read(report) for report in told], left)
+        reports = [_read(report) for report in told]
+        self._settlement = settle(reports, left)
+        self._others_are_ahead = self._is_in_step and any(
+            report.is_in_step and any(steps > self._passed.get(at, 0) for at, steps in report.passed.items())
+            for report in reports
+        )
         self.beginnings += not self._settlement.all_are_in_step
         self._notes = [notes for _, _, _, _, *notes in told]
         ranks = {identity: group.describe_rank(rank) for rank, (_, _, _, (*_, identity), *_) in enumerate(told)}
@@ -262,6 +269,21 @@ class Survival:
         self._size = 0
 
     # -- a step
+
+    def come_to_end_of_step(self) -> None:
+        """Notes that this rank comes to the end of a step, where it meets all others."""
+        self._others_are_ahead = False
+
+    def require_others(self, what: str) -> None:
+        """Raises PeerLostError if no other rank will call ``what``, a collective of the program's own, before a step.
+
+        After a loss others may be in the step that comes next on this rank: the loss has failed the call on them.
+        """
+        if self._others_are_ahead and not self._is_going_on:
+            raise PeerLostError(
+                f"{what} failed because a rank was lost, and others are in their next step already: the first call "
+                f"behind that step goes on ({self._lost})"
+            )
 
     def note_passed(self, number: int) -> None:
         """Notes that all ranks have all averages of a step of the optimizer with this number."""

@@ -141,15 +141,18 @@ class Queue:
             self.carry_on(last)
 
     def revoke(self, error: LostError) -> None:
-        """End all operations, now and later, with this error, unless the queue has failed before. It does not block.
+        """End all operations, now and later, with this error, unless the queue has failed before.
 
-        A thread that is carrying out the queue finds the revocation in the peers' states.
+        Those that all ranks have come to are done first, since some ranks may have done them. It waits for no rank. A
+        thread that is carrying out the queue finds the revocation in the peers' states.
         """
         with self._entries_lock:
             if self._failure is None:
                 self._failure = error
         if self._carrying.acquire(blocking=False):
             try:
+                while self._step(may_wait=False):
+                    pass
                 self._fail(error)
             finally:
                 self._let_go()

@@ -197,6 +197,20 @@ def test_a_rank_whose_connection_breaks_is_lost_to_the_others(lost):
     run_worlds(3, rank)
 
 
+@pytest.mark.parametrize("gone_on", [0, 2])
+def test_a_rank_that_goes_on_elsewhere_since_another_was_lost_is_a_loss_to_those_that_have_not_heard(gone_on):
+    def rank(own: int) -> None:
+        hvd.barrier()
+        if own == gone_on:
+            current_world().controller.revoke("worker 3 was killed by SIGKILL")
+            current_world().controller.close()
+            return
+        with pytest.raises(hvd.PeerLostError, match=r"has ended|has crashed or was killed"):
+            hvd.barrier()
+
+    run_worlds(3, rank)
+
+
 def test_nothing_can_be_asked_for_after_the_end():
     def rank(own: int) -> None:
         world = current_world()

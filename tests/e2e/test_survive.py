@@ -337,6 +337,71 @@ def test_a_second_worker_may_be_killed_while_the_others_settle_what_became_of_th
     assert_all_have(by_one_process(f"{died},{of_second}", size=4), survivors)
 
 
+# While the ranks of a new world connect, the last worker kills the first of the others at a request to hvdlite-run's
+# store: in each generation at the next one. It waits until hvdlite-run has seen that, since all others' requests fail
+# then.
+LOST_WHILE_CONNECTING = """
+import threading
+from hvdlite.rendezvous.store_client import StoreClient
+from hvdlite.rendezvous.key_listener import KeyListener
+from hvdlite.runtime import elastic_world
+
+own = os.environ["RESULTS"] + "/../pid."
+with open(own + f"{worker}.new", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(own + f"{worker}.new", own + str(worker))
+last, requests, kills_at = hvd.size() - 1, 0, None
+request, connect_all = StoreClient.request, elastic_world.connect_all
+
+
+def request_or_kill(client, operation, *arguments):
+    global requests, kills_at
+    if threading.current_thread() is threading.main_thread():
+        if requests == kills_at:
+            victim = seat.generation - 1
+            print("killed", victim, "at request", requests, operation.name, flush=True)
+            with open(own + str(victim)) as file:
+                os.kill(int(file.read()), signal.SIGKILL)
+            kills_at = None
+            assert has_ended.wait(60)
+        requests += 1
+    return request(client, operation, *arguments)
+
+
+def connect_and_kill(placement, client, given, *arguments):
+    global requests, kills_at, seat, has_ended
+    seat, has_ended, requests = given, threading.Event(), 0
+    kills_at = int(os.environ["FIRST"]) + given.generation - 2 if given.size > 2 else None
+    listener = KeyListener(
+        StoreClient.from_url(os.environ["HVDLITE_STORE"]), given.prefix + "/end", str, lambda _: has_ended.set()
+    )
+    try:
+        return connect_all(placement, client, given, *arguments)
+    finally:
+        kills_at = None
+        listener.close()
+
+
+if worker == last:
+    StoreClient.request, elastic_world.connect_all = request_or_kill, connect_and_kill
+"""
+
+
+@pytest.mark.parametrize("first", [0, 9])
+def test_a_worker_may_be_killed_at_each_request_with_which_the_others_connect(launch, tmp_path, first):
+    """There are 18 of them; at the last one all others have connected already."""
+    size = 12
+    body = LOST_WHILE_CONNECTING + PLAIN
+    survivors, out, err = survivors_of(launch, tmp_path, body, "0:4:hook", size=size, env={"FIRST": str(first)})
+    killed = [int(each) for each in re.findall("killed (.*) at request", out)]
+    assert [int(each) for each in re.findall("at request (.*) ", out)] == list(range(first, first + len(killed)))
+    assert killed == list(range(1, 1 + len(killed)))
+    assert len(killed) >= 8
+    assert survivors.keys() == set(range(1 + len(killed), size))
+    assert_all_have(by_one_process("0:4:hook," + ",".join(f"{each}:4:begin" for each in killed), size=size), survivors)
+    assert "the same ranks again" not in err
+
+
 STOPS_OR_HANGS = """
 import ctypes
 
@@ -770,7 +835,6 @@ def test_below_min_np_the_step_is_begun_again_with_replacements_where_process_se
 
 
 OWN_COLLECTIVE = """
-import time
 from hvdlite.comm.group import Group
 
 def with_death(method):
@@ -790,21 +854,11 @@ for number in range(9):
     model(batch(number)).square().mean().backward()
     optimizer.step()
     if os.environ["WHERE"] == "before it":
-        passed = [os.environ["RESULTS"] + f"/../passed.{each}.{number}" for each in range(3)]
-        open(passed[worker], "w").close()
-        # Others that hear of the loss before they have heard of the end of the step would average it again.
-        while worker == 1 and number == 4 and not all(map(os.path.exists, passed)):
-            time.sleep(0.01)
         maybe_die("end")
     try:
         hvd.allreduce(torch.ones(3), name="of the program")
     except hvd.PeerLostError:
         raised += 1
-        # A rank that calls it when the other has gone on hears that this one has ended, which is no loss.
-        have_raised = [os.environ["RESULTS"] + f"/../raised.{each}" for each in (0, 2)]
-        open(have_raised[worker // 2], "w").close()
-        while not all(map(os.path.exists, have_raised)):
-            time.sleep(0.01)
 assert raised == 1, raised
 trained(model)
 """

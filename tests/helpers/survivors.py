@@ -114,6 +114,7 @@ class _Job:
             assert self._has_voted.wait_for(lambda: all(votes[each] >= votes[rank] for each in self.living), 60)
         with self._lock:
             for each in self.living:
+                self._worlds[each].controller.revoke(f"rank {rank} was lost")
                 self._worlds[each].group.revoke(f"rank {rank} was lost")
             self.living.remove(rank)
         with self._has_voted:

@@ -375,3 +375,25 @@ def test_gradients_that_a_generators_step_leaves_in_the_discriminator_are_droppe
     others = [rank for rank in range(3) if rank != death.rank]
     of_generator = [range(3)] * (2 + is_averaged) + [others] * (STEPS - 2 - is_averaged)
     require(left, gan_by_one_process([range(3)] * 3 + [others] * (STEPS - 3), of_generator))
+
+
+def test_a_collective_behind_the_step_raises_also_on_a_rank_that_takes_the_averages_of_others_in_the_next_step(
+    monkeypatch,
+):
+    """Rank 2 has called it before it heard of the loss, and is in the next step when rank 0 comes to the call."""
+
+    def program(rank):
+        model, sums = model_of(), []
+        optimizer = wrapped(model)
+        for step in range(STEPS):
+            plain_step(optimizer, model, rank, step)
+            try:
+                sums.append(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+            except hvd.PeerLostError as error:
+                sums.append(str(error))
+        return sums
+
+    left = run_survivors(monkeypatch, ["a", "b", "c"], program, Death(1, "stepped", 3), unheard=[Unheard(0, 3)])
+    assert "others are in their next step" in left[0].pop(3)
+    assert "rank 1 was lost" in left[2].pop(3)
+    assert left[0] == left[2] == [3.0, 3.0, 3.0, 2.0, 2.0]

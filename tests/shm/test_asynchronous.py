@@ -23,6 +23,7 @@ from shm.engines import (
     until,
 )
 
+from hvdlite.comm.engine_state import LostError
 from hvdlite.shm import peers
 from hvdlite.shm.control_block import PAYLOAD_BYTES, WINDOW
 from hvdlite.shm.shm_engine import ShmEngine
@@ -388,3 +389,26 @@ def test_where_reads_may_be_reordered_what_others_have_written_is_read_behind_a_
             assert tensor.unique().tolist() == [2.0]
 
     run_engines(2, sums)
+
+
+def test_what_all_ranks_have_come_to_is_done_when_a_rank_is_lost_and_the_rest_fails() -> None:
+    """A rank may have passed the vote at a step's end, and be lost, before another gets a processor to wait for it."""
+    begun, voted = threading.Event(), threading.Event()
+
+    def rank(engine: ShmEngine) -> list[float]:
+        vote = torch.ones(1)
+        if engine.rank == 0:
+            assert begun.wait(60)
+            begin_all_reduce(engine, vote).wait()
+            voted.set()
+            return vote.tolist()
+        work, later = begin_all_reduce(engine, vote), begin_all_reduce(engine, torch.ones(1))
+        begun.set()
+        assert voted.wait(60)
+        engine.revoke("rank 0 was lost")
+        work.wait()
+        with pytest.raises(LostError, match="rank 0 was lost"):
+            later.wait()
+        return vote.tolist()
+
+    assert run_engines(2, rank) == [[2.0], [2.0]]
