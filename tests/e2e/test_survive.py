@@ -358,7 +358,7 @@ def request_or_kill(client, operation, *arguments):
     global requests, kills_at
     if threading.current_thread() is threading.main_thread():
         if requests == kills_at:
-            victim = seat.generation - 1
+            victim = seat.generation - 2 + int(os.environ.get("FIRST_VICTIM", "1"))
             print("killed", victim, "at request", requests, operation.name, flush=True)
             with open(own + str(victim)) as file:
                 os.kill(int(file.read()), signal.SIGKILL)
@@ -371,7 +371,8 @@ def request_or_kill(client, operation, *arguments):
 def connect_and_kill(placement, client, given, *arguments):
     global requests, kills_at, seat, has_ended
     seat, has_ended, requests = given, threading.Event(), 0
-    kills_at = int(os.environ["FIRST"]) + given.generation - 2 if given.size > 2 else None
+    may_kill = given.size > 2 and given.generation <= int(os.environ.get("LAST_GENERATION", "100"))
+    kills_at = int(os.environ["FIRST"]) + given.generation - 2 if may_kill else None
     listener = KeyListener(
         StoreClient.from_url(os.environ["HVDLITE_STORE"]), given.prefix + "/end", str, lambda _: has_ended.set()
     )

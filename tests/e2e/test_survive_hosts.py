@@ -6,13 +6,23 @@ equal on all hosts, and what has not come into them is kept.
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 import torch
 from e2e.conftest import assert_clean
 from e2e.machines import kill_all
-from e2e.test_survive import IS_IN, PATIENCE_S, PLAIN, PROGRAM, STEPS, assert_all_have, by_one_process
+from e2e.test_survive import (
+    IS_IN,
+    LOST_WHILE_CONNECTING,
+    PATIENCE_S,
+    PLAIN,
+    PROGRAM,
+    STEPS,
+    assert_all_have,
+    by_one_process,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -245,6 +255,30 @@ def test_with_a_codec_the_others_finish_the_step_with_what_they_had_kept_before_
         kept_before, kept_after = (sum(kept for _, kept in found) for found in (before, after))
         assert kept_before.any()
         assert torch.allclose(sent + kept_after, given + kept_before, rtol=0, atol=1e-5)
+    assert_clean(lan)
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("first", range(0, 12, 4))
+def test_a_worker_may_be_killed_at_each_request_with_which_the_others_on_two_hosts_connect(
+    make_lan, launch, tmp_path, first
+):
+    """Workers 2 to 5 are killed at four requests in a row, by worker 7 on their host, and worker 0 before them."""
+    lan = make_lan("b", "c")
+    results = tmp_path / "results"
+    results.mkdir()
+    hosts = f"{lan.hosts[0].spec}:2,{lan.hosts[1].spec}:6"
+    flags = ("--survive", "--min-np", "1", "--on-failure", "shrink", "-H", hosts)
+    env = {"DIE": "0:4:hook", "RESULTS": str(results), "FIRST": str(first), "FIRST_VICTIM": "2", "LAST_GENERATION": "5"}
+    job = launch(*flags, sys.executable, "-c", PROGRAM + LOST_WHILE_CONNECTING + PLAIN, env=env, on=lan.desk)
+    out = job.process.stdout.read().decode()
+    survivors, err = survivors_of(job, tmp_path)
+    print(out)
+    killed = [int(each) for each in re.findall("killed (.*) at request", out)]
+    assert killed == list(range(2, 2 + len(killed)))
+    assert survivors.keys() == set(range(1, 8)) - set(killed)
+    assert_all_have(by_one_process("0:4:hook" + "".join(f",{each}:4:begin" for each in killed), size=8), survivors)
+    assert "the same ranks again" not in err
     assert_clean(lan)
 
 
