@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 
 from ..environment import launcher_variable
 from ..rendezvous.key_listener import KeyListener
@@ -67,5 +68,5 @@ def _listen(state: State) -> KeyListener:
         # The other ranks wait for a key that is never set, until it is revoked.
         f"{world.seat.prefix}/{'hosts' if world.topology.rank == 0 else 'end'}",
         tell,
-        revoke,
+        partial(revoke, world.seat.generation),
     )

@@ -29,6 +29,7 @@ import enum
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from ..comm.group import Group
@@ -164,11 +165,11 @@ class Survival:
     def __init__(
         self,
         enter_again: Callable[[], None],
-        revoke: Callable[[str], None],
+        revoke: Callable[[int, str], None],
         has_sets: Callable[[], bool] = lambda: False,
         read_last_votes: Callable[[], list[Any]] = list,
     ) -> None:
-        """``enter_again`` leaves the world and enters the next; ``revoke`` ends all waits of the current one.
+        """``enter_again`` leaves the world and enters the next; ``revoke`` ends all waits of a generation's.
 
         ``has_sets`` returns whether the current world has process sets, which need all of --min-np.
         ``read_last_votes`` returns what `last_votes` was on ranks whose programs have ended.
@@ -221,7 +222,9 @@ class Survival:
 
     def begin(self, group: Group, seat: Seat) -> None:
         """Exchanges reports in a new world. Every rank must call it, and waits for all."""
-        self._listener = KeyListener(_store_client(), f"{seat.prefix}/end", _ignore, self._revoke)
+        self._listener = KeyListener(
+            _store_client(), f"{seat.prefix}/end", _ignore, partial(self._revoke, seat.generation)
+        )
         if self._is_in_step:
             point("report")
         of_step: list[Any] = [None, True, [], []]

@@ -386,13 +386,14 @@ def _leave_last_votes() -> None:
             leave_last_votes(client, votes)
 
 
-def revoke(reason: str) -> None:
-    """Make every wait for another rank in this world, now and later, raise an error that gives the reason.
+def revoke(generation: int, reason: str) -> None:
+    """Make every wait for another rank in a generation's world, now and later, raise an error that gives the reason.
 
-    It does not block, and any thread may call it. Does nothing if there is no world.
+    It waits for nobody, and any thread may call it. Does nothing if this process is in no world, or in that of another
+    generation: who calls it may have been held up.
     """
     world = _world
-    if world is None:
+    if world is None or world.seat is None or world.seat.generation != generation:
         return
     # First the controller: what waits in a group may be one of its operations, which then must not start another.
     world.controller.revoke(reason)

@@ -42,9 +42,9 @@ def agent(monkeypatch):
 
 @pytest.fixture
 def revoked(monkeypatch):
-    """What this process's world has been revoked for."""
+    """The generations that were revoked, each with the reason."""
     revoked: queue.SimpleQueue = queue.SimpleQueue()
-    monkeypatch.setattr(notifications, "revoke", revoked.put)
+    monkeypatch.setattr(notifications, "revoke", lambda generation, why: revoked.put((generation, why)))
     # A busy machine may take long until the thread that is to end runs at all.
     monkeypatch.setattr(key_listener, "_ENDS_WITHIN_S", float(PATIENCE_S))
     return revoked
@@ -93,7 +93,7 @@ def test_the_end_of_the_generation_ends_the_thread_and_revokes_the_world_of_ever
     with notifications.listening(Noted()):
         (thread,) = listeners()
         agent.store.revoke(2, "worker 1 was killed")
-        assert revoked.get(timeout=PATIENCE_S) == "worker 1 was killed"
+        assert revoked.get(timeout=PATIENCE_S) == (2, "worker 1 was killed")
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
     assert revoked.empty()
@@ -102,7 +102,7 @@ def test_the_end_of_the_generation_ends_the_thread_and_revokes_the_world_of_ever
 def test_a_generation_that_had_ended_before_revokes_the_world_at_once(agent, revoked):
     agent.store.revoke(3, "there is generation 4")
     with notifications.listening(Noted()):
-        assert revoked.get(timeout=PATIENCE_S) == "there is generation 4"
+        assert revoked.get(timeout=PATIENCE_S) == (2, "there is generation 4")
 
 
 def test_no_thread_and_no_connection_is_left_when_the_function_ends(agent, revoked):

@@ -146,9 +146,9 @@ def place_faults_within_hvdlite(worker: Worker) -> None:
         worker.at("init, after the exchange")
         return exchanged
 
-    def revoked(why: str) -> None:
+    def revoked(generation: int, why: str) -> None:
         worker.note("revoked", why=why)
-        revoke(why)
+        revoke(generation, why)
 
     def in_the_middle(*arguments: Any) -> Any:
         handle = submit(*arguments)

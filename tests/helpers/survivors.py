@@ -69,7 +69,7 @@ class _Job:
 
     def take(self, base: Group) -> Survival:
         self._ranks[threading.get_ident()] = base.rank
-        survival = Survival(lambda: self._enter_again(base, survival), lambda _: None)
+        survival = Survival(lambda: self._enter_again(base, survival), lambda *_: None)
         self._enter(base, survival)
         return survival
 

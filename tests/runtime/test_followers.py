@@ -41,7 +41,7 @@ def survival_that_hears(monkeypatch, other, newcomers=0):
     monkeypatch.setattr(module, "StoreClient", SimpleNamespace(from_url=lambda _: Mock()))
     monkeypatch.setenv("HVDLITE_STORE", "unix:///nowhere")
     group = SimpleNamespace(all_gather_json=lambda own, what: [own, other(own)], describe_rank=str)
-    survival = Survival(lambda: survival.begin(group, Seat(2, 0, 2, newcomers)), lambda _: None)
+    survival = Survival(lambda: survival.begin(group, Seat(2, 0, 2, newcomers)), lambda *_: None)
     return survival
 
 

@@ -91,7 +91,7 @@ def of_a_survival(state, sizes, error_in, can_repeat, left, reports=None):
 
 
 def survival_of(state, enter_again=lambda: None, read_last_votes=list):
-    survival = Survival(enter_again, lambda _: None, read_last_votes=read_last_votes)
+    survival = Survival(enter_again, lambda *_: None, read_last_votes=read_last_votes)
     vars(survival).update(pickle.loads(state))
     return survival
 
@@ -139,7 +139,7 @@ class Exploration:
             return self._explore()
 
     def _explore(self):
-        world = World((Rank(state_of(Survival(lambda: None, lambda _: None))),) * SIZE)
+        world = World((Rank(state_of(Survival(lambda: None, lambda *_: None))),) * SIZE)
         seen, next_ones = {world}, [(world, ())]
         while next_ones:
             world, path = next_ones.pop()
@@ -366,7 +366,7 @@ def survival():
         own = told(is_in_step=True, passed=survival._passed.items())
         enter(survival, survival._size - 1, [own])
 
-    survival = Survival(enter_again, lambda _: None)
+    survival = Survival(enter_again, lambda *_: None)
     enter(survival, 3, [told(is_new=True)])
     return survival
 
@@ -400,7 +400,7 @@ def test_all_ranks_know_whether_all_of_them_come_from_the_same_step(reports, exp
 
 
 def test_newcomers_adopt_the_counts_of_the_others():
-    newcomer = Survival(lambda: None, lambda _: None)
+    newcomer = Survival(lambda: None, lambda *_: None)
     enter(newcomer, 2, [told(is_new=True), told(passed=[[0, 7], [1, 3]])])
     # JSON has no dicts with numbers as keys, and no tuples.
     assert newcomer._passed == {0: 7, 1: 3}

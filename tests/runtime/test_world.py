@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import hvdlite as hvd
+from hvdlite.rendezvous.seat import Seat
+from hvdlite.runtime import world
 
 
 @pytest.fixture
@@ -117,3 +121,15 @@ threading._register_atexit(late.start)
 def test_a_program_that_ends_waits_for_what_the_garbage_collector_has_found_to_be_closed():
     ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_CLOSING], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "closed\n", "")
+
+
+@pytest.mark.parametrize("generation", [2, 3])
+def test_only_the_waits_of_the_generation_that_has_ended_are_ended(monkeypatch, generation):
+    """A thread that listened for the end of generation 2 may have been held up until generation 3 has begun."""
+    controller, group, of_set = Mock(), Mock(), Mock()
+    sets = SimpleNamespace(groups=lambda: [of_set])
+    own = SimpleNamespace(seat=Seat(3, 0, 2, 0), controller=controller, group=group, sets=sets)
+    monkeypatch.setattr(world, "_world", own)
+    world.revoke(generation, "worker 1 was killed")
+    for each in (controller, group, of_set):
+        assert each.revoke.mock_calls == ([call("worker 1 was killed")] if generation == 3 else [])
