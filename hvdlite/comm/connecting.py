@@ -9,7 +9,8 @@ it told the others its address, or whose host cannot be reached, and offers no w
 it from outside, by what gloo takes for answers: where it connects, the attempts fail at once, and where it waits to be
 connected to, this process connects to itself. `gloo.open_proven` then finds that such a group is of no use.
 
-`runtime.elastic_world` makes one for each attempt of an elastic job.
+`runtime.elastic_world` makes one for each attempt of an elastic job, and one for the groups that are opened later in
+the world, which `runtime.world` gives up at the generation's end.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _INODE = 9  # the place in a line of /proc/net/tcp
 
 _PAUSE_S = 0.005
 _OWN_CONNECTION_S = 1.0
+# Gloo fails within milliseconds; a thread that gets no processor for longer is left alone.
+_MOST_GIVING_UP_S = 5.0
 
 # What gloo's pairs send first: the number of the pair, which is that of the rank in a group with a device of its own.
 _PAIR = struct.Struct("=Q")
@@ -58,8 +61,19 @@ class Connecting:
 
     def give_up(self) -> None:
         """Makes gloo fail to connect, now and until `close`, for which this waits."""
+        self._give_up_while(lambda: True)
+
+    def give_up_begun(self) -> None:
+        """Makes gloo fail to connect where it does so now; returns once it has failed, or at `close`.
+
+        Once the generation has been revoked gloo begins no more, since it cannot read from the ranks' store.
+        """
+        until_s = self._clock() + _MOST_GIVING_UP_S
+        self._give_up_while(lambda: bool(loops_connecting()) and self._clock() < until_s)
+
+    def _give_up_while(self, is_needed: Callable[[], bool]) -> None:
         let_in: set[int] = set()
-        while not self._over.wait(_PAUSE_S):
+        while is_needed() and not self._over.wait(_PAUSE_S):
             for each, inode, listens in _sockets():
                 with contextlib.suppress(OSError):  # gloo has closed it meanwhile
                     if listens and inode not in let_in:

@@ -102,8 +102,8 @@ class ControlClient:
             self._paces.start()
 
     def open_group(self, group: Group) -> None:
-        self._groups[group.set_id] = group
-        operation_group = self._operation_groups[group.set_id] = group.duplicate()
+        operation_group = group.duplicate()
+        self._groups[group.set_id], self._operation_groups[group.set_id] = group, operation_group
         if group.set_id == 0 and isinstance(operation_group.engine, HasBoard):
             coordinator, board = self._coordinator, operation_group.engine.board
             self._submitter.open_board(board, None if coordinator is None else coordinator.decide_round)

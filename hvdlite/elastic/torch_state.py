@@ -59,6 +59,9 @@ class StateHandler:
     def reset(self) -> None:
         """Adapt the object to a new world. Does nothing unless it is overridden."""
 
+    def reset_after_callbacks(self) -> None:
+        """Adapt the object once the reset callbacks have been called. Does nothing unless it is overridden."""
+
     def set_value(self, value: Any) -> None:
         """Handle another object from now on, and save it."""
         self.value = value
@@ -199,7 +202,7 @@ class ModelStateHandler(_LargeStateHandler):
 
 
 class OptimizerStateHandler(_LargeStateHandler):
-    """For optimizers, wrapped or not: sends their state as tensors. `reset` drops the gradients of a given-up step."""
+    """For optimizers, wrapped or not: sends their state as tensors. Drops the gradients of a given-up step."""
 
     value: torch.optim.Optimizer
     _has_old_gradients = False
@@ -213,7 +216,8 @@ class OptimizerStateHandler(_LargeStateHandler):
         # They are dropped in the next world, since in one that has lost a rank averages may still be on their way.
         self._has_old_gradients = True
 
-    def reset(self) -> None:
+    def reset_after_callbacks(self) -> None:
+        # An optimizer's process set may be added again only by a callback.
         if self._has_old_gradients:
             self._has_old_gradients = False
             self.value.zero_grad()
@@ -334,6 +338,10 @@ class TorchState(ObjectState):
 
     def _is_known(self, name: str) -> bool:
         return name in self._handlers or super()._is_known(name)
+
+    def on_reset(self) -> None:
+        super().on_reset()
+        self._each(lambda handler: handler.reset_after_callbacks())
 
     def save(self) -> None:
         """Save copies of the current state of everything."""

@@ -104,7 +104,7 @@ def connect_elastic(worker: ElasticWorker, call: InitCall) -> World:
             continue
         launcher.tell(StoreRequest.INIT_DONE, call.timeout.timeout, seat.generation)
         attempt_timeout.end_of_init()
-        return world
+        return replace(world, connecting=Connecting(seat.size))
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from ..comm.connecting import Connecting
 from ..comm.engine import EngineFactory, TorchEngineFactory
 from ..comm.gloo import ConnectingRanks, InitTimeout
 from ..comm.group import Group
@@ -53,6 +54,7 @@ class World:
     and the store's client; call it after the group is closed. ``pid`` tells a forked child from this process. ``seat``
     is this rank's in an elastic job, otherwise None. ``survival`` is None unless steps survive the loss of a rank.
     ``stands_by``: this process is no rank yet, and ``topology`` has the numbers that it will probably have.
+    ``connecting`` ends waits for the ranks of an elastic job's generation while groups are opened after `hvd.init`.
     """
 
     topology: Topology
@@ -66,6 +68,7 @@ class World:
     seat: Seat | None = None
     survival: Survival | None = None
     stands_by: bool = False
+    connecting: Connecting | None = None
 
 
 @dataclass(frozen=True, slots=True)

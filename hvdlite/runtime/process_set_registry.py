@@ -66,7 +66,7 @@ class Registry:
 
     def groups(self) -> list[Group]:
         """Returns the groups of the sets that this rank is a member of."""
-        memberships = [process_set.membership() for process_set in self._sets.values()]
+        memberships = [process_set.membership() for process_set in list(self._sets.values())]
         return [membership.group for membership in memberships if membership.group is not None]
 
     @property
@@ -89,6 +89,20 @@ class Registry:
                 group = self._open(process_set, set_id, execution.owns[0])
             except RuntimeError as error:
                 failure = error
+        try:
+            self._require_opened(process_set, execution, failure)
+            if group is not None:
+                self._controller.open_group(group)
+        except BaseException:
+            if group is not None:
+                group.close()
+            raise
+        # Only now: other threads look at the sets, such as that which ends the waits for a lost rank.
+        process_set.register(Membership(set_id, self._all_ranks.rank, group, self._generation))
+        self._sets[set_id] = process_set
+
+    def _require_opened(self, process_set: ProcessSet, execution: Execution, failure: RuntimeError | None) -> None:
+        """Raises a CommunicationError on all ranks if one of them could not connect to the others of the set."""
         failed = execution.group.all_gather_json(None if failure is None else str(failure), execution.what)
         for rank, words in enumerate(failed):
             if words is not None:
@@ -96,10 +110,6 @@ class Registry:
                     f"{process_set} was not added: its ranks cannot connect to each other. "
                     f"{execution.group.describe_rank(rank)}: {words}"
                 ) from failure
-        self._sets[set_id] = process_set
-        if group is not None:
-            self._controller.open_group(group)
-        process_set.register(Membership(set_id, self._all_ranks.rank, group, self._generation))
 
     def _check(self, process_set: ProcessSet) -> None:
         ranks, size = process_set.ranks, self._all_ranks.size

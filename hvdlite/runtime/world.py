@@ -312,6 +312,10 @@ def shutdown() -> None:
     _note_progress()
     if leaving.survival is not None:
         leaving.survival.end()
+    if leaving.connecting is not None:
+        # A thread that still waits for a lost rank would be in the way of the next world's groups.
+        leaving.connecting.give_up_begun()
+        leaving.connecting.close()
     # Run in reverse order. The stack runs all of them even if one raises or is interrupted.
     with contextlib.ExitStack() as steps:
         steps.callback(_process.world_left)
@@ -389,8 +393,8 @@ def _leave_last_votes() -> None:
 def revoke(generation: int, reason: str) -> None:
     """Make every wait for another rank in a generation's world, now and later, raise an error that gives the reason.
 
-    It waits for nobody, and any thread may call it. Does nothing if this process is in no world, or in that of another
-    generation: who calls it may have been held up.
+    It waits for no other rank, and any thread may call it. Does nothing if this process is in no world, or in that of
+    another generation: who calls it may have been held up.
     """
     world = _world
     if world is None or world.seat is None or world.seat.generation != generation:
@@ -399,6 +403,9 @@ def revoke(generation: int, reason: str) -> None:
     world.controller.revoke(reason)
     for group in (world.group, *world.sets.groups()):
         group.revoke(reason)
+    if world.connecting is not None:
+        # Optimizers and process sets open groups after `init`.
+        world.connecting.give_up_begun()
 
 
 def require_ended(what: str) -> None:

@@ -55,7 +55,8 @@ class KeptSegment(Segment):
             number, self._slots_in_use = self._slots_in_use, self._slots_in_use + 1
         if number >= _MOST_SLOTS:
             return None
-        if number >= len(self._slots):
+        # Not always one more: there may have been no memory for that of an engine before.
+        while number >= len(self._slots):
             self._slots.append(self.allocate(nbytes, is_permanent=True))
         return self._slots[number]
 

@@ -86,6 +86,15 @@ def test_a_wait_for_a_rank_that_was_lost_after_it_told_its_address_can_be_given_
         gives_up.join()
 
 
+@pytest.mark.parametrize("way", ["connects", "is connected to"])
+def test_what_has_begun_can_be_given_up_alone_and_that_ends_once_it_has_failed(way):
+    with opening(way) as (under_way, thread, errors):
+        under_way.give_up_begun()
+        thread.join()
+        assert len(errors) == 1
+        under_way.give_up_begun()
+
+
 def test_an_address_that_does_not_answer_is_silent_from_when_it_was_first_seen():
     with opening("connects") as (under_way, thread, _):
         now_s = 100.0

@@ -524,7 +524,7 @@ ask = LauncherStore._ask
 
 
 def ask_or_die(store, operation, keys, *arguments):
-    is_gloo = operation is StoreRequest.GET and keys[0].startswith("world2/0//cpu/")
+    is_gloo = operation is StoreRequest.GET and keys[0].startswith(os.environ.get("CONNECTS", "world2/0//cpu/"))
     if is_gloo and os.environ["HVDLITE_WORKER"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     return ask(store, operation, keys, *arguments)
@@ -544,6 +544,14 @@ def test_a_second_worker_may_be_killed_while_the_others_connect_to_it(launch, tm
     died = f"3:4:{first},1:4:{'voted' if first == 'voted' else 'reduce'}"
     assert_all_have(by_one_process(died, size=4), survivors)
     assert "generation 3: 2 ranks; worker 1 (rank 1 on localhost) was killed by SIGKILL" in err
+
+
+def test_a_worker_may_be_killed_while_the_others_connect_to_it_in_the_first_step(launch, tmp_path):
+    """Gloo group 0 is opened by hvd.init(), and group 1 by the optimizer."""
+    env = {"HVDLITE_SHM": "0", "CONNECTS": "world1/engines/channel1/cpu/"}
+    survivors, _, _ = survivors_of(launch, tmp_path, DIES_AS_IT_CONNECTS + PLAIN, "", size=4, env=env)
+    assert survivors.keys() == {0, 2, 3}
+    assert_all_have(by_one_process("1:0:begin", size=4), survivors)
 
 
 @pytest.mark.night

@@ -296,6 +296,30 @@ def test_gradients_since_the_last_commit_go_with_it():
     assert run_generations([2, 2], rank) == [[-0.5, -0.5]] * 2
 
 
+def test_an_optimizers_process_set_may_be_added_again_in_a_reset_callback():
+    def rank(generations):
+        state, few = None, hvd.ProcessSet([0, 1])
+        for number in generations:
+            if state is None:
+                hvd.add_process_set(few)
+                param = torch.nn.Parameter(torch.zeros(2))
+                sgd = torch.optim.SGD([param], lr=1.0)
+                state = TorchState(optimizer=hvd.DistributedOptimizer(sgd, process_set=few))
+                state.register_reset_callbacks([lambda: hvd.add_process_set(few)])
+            if number == 0:
+                param.sum().backward()
+                state.restore()
+            else:
+                state.on_reset()
+                assert param.grad is None
+                (param * float(hvd.rank())).sum().backward()
+                if hvd.rank() < 2:
+                    state.optimizer.step()
+        return param.tolist()
+
+    assert run_generations([3, 3], rank)[:2] == [[-0.5, -0.5]] * 2
+
+
 def test_another_object_that_is_assigned_is_handled_from_then_on():
     state = TorchState(model=torch.nn.Linear(2, 2), optimizer=None)
     other = torch.nn.Linear(2, 2)

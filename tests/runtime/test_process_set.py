@@ -357,6 +357,36 @@ def test_in_an_elastic_job_a_set_may_come_to_have_all_ranks_but_none_that_are_go
     run_worlds(2, rank)
 
 
+def test_a_set_of_which_a_rank_is_lost_while_it_is_added_leaves_nothing_behind(monkeypatch):
+    """All that ends with the world goes on to end: what waits in it, and the sets that there are."""
+
+    def rank(own):
+        sets, controller = current_world().sets, current_world().controller
+        seen = []
+
+        def lose(group):
+            # As the thread that ends all waits would, at this moment.
+            seen.append(sets.groups())
+            raise hvd.CommunicationError("a rank was lost while the set connected")
+
+        open_group = controller.open_group
+        controller.open_group = lose
+        if own == 2:
+            hvd.add_process_set([0, 1])
+        else:
+            with pytest.raises(hvd.CommunicationError, match="a rank was lost while the set connected"):
+                hvd.add_process_set([0, 1])
+            assert seen == [[]]
+            assert not sets.has_any
+        controller.open_group = open_group
+        again = hvd.add_process_set([0, 2])
+        if own != 1:
+            assert hvd.allreduce(torch.ones(1), process_set=again, op=hvd.Sum).item() == 2
+        sets.close()
+
+    run_worlds(3, rank)
+
+
 def test_a_copy_is_the_set_itself_and_a_pickled_one_is_its_ranks():
     def rank(own: int) -> Any:
         process_set = hvd.add_process_set([1, 0] if hvd.size() > 2 else [0])

@@ -16,6 +16,7 @@ from shm.engines import begin_all_reduce, run_engines, until
 
 from hvdlite.shm import segment as segment_module
 from hvdlite.shm.kept_memory import KeptMemory, KeptSegment
+from hvdlite.shm.segment import NoMemoryError
 from hvdlite.shm.shm_engine import ShmEngine
 
 BYTES = 3 * 4096
@@ -112,6 +113,20 @@ def test_slots_are_the_same_memory_in_each_generation() -> None:
     assert first[8] is None
     segment.begin(lambda _: False)
     assert [segment.take_slots(BYTES) for _ in range(9)] == first
+
+
+def test_slots_are_there_again_when_there_was_no_memory_for_those_of_an_engine_before(monkeypatch) -> None:
+    segment, allocate = KeptSegment(), KeptSegment.allocate
+
+    def fail(*_: object, **__: object) -> None:
+        raise NoMemoryError("no space left on device")
+
+    monkeypatch.setattr(KeptSegment, "allocate", fail)
+    with pytest.raises(NoMemoryError):
+        segment.take_slots(BYTES)
+    monkeypatch.setattr(KeptSegment, "allocate", allocate)
+    taken = [segment.take_slots(BYTES) for _ in range(7)]
+    assert len({piece.offset for piece in taken}) == 7
 
 
 def test_the_memory_stays_when_a_rank_is_lost(other: subprocess.Popen[bytes]) -> None:
