@@ -138,9 +138,13 @@ def choose_levels(
 def fastest(engines: Sequence[Engine], group: Group, device: torch.device) -> int:
     """Returns the index of the engine with the fastest all-reduces, as rank 0 measures. Every rank must call it.
 
-    Every engine must be between the ranks of ``group``, whose own engine sends the result.
+    Every engine must be between the ranks of ``group``, whose own engine sends the result. Raises CommunicationError.
     """
-    medians_s = [[_median_s(engine, numel_bytes, device) for engine in engines] for numel_bytes in _TRIAL_BYTES]
+    try:
+        medians_s = [[_median_s(engine, numel_bytes, device) for engine in engines] for numel_bytes in _TRIAL_BYTES]
+    except RuntimeError as error:
+        # The engine's own, where a rank is lost meanwhile.
+        raise group.error_of("hvd.init()", error) from error
     # Every size has the same weight.
     shares = [sum(row[index] / min(row) for row in medians_s) for index in range(len(engines))]
     (chosen, *_) = group.all_gather_json(shares.index(min(shares)), "hvd.init()")

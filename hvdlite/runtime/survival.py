@@ -250,7 +250,9 @@ class Survival:
         self._ranks = ranks
         if self._is_in_step:
             point("settled")
-        self._seat, self._newcomers, self._size = seat, seat.newcomers, seat.size
+        # A rank may also be new by its report alone: if it got its seat in a generation that never began.
+        newcomers = max(seat.newcomers, sum(report.is_new for report in reports))
+        self._seat, self._newcomers, self._size = seat, newcomers, seat.size
         self._discarded = self._settlement.discarded
         if not self._is_in_step:
             self._passed = dict(self._settlement.passed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hvdlite.comm.group import Group
 from hvdlite.comm.hierarchy_selection import HierarchicalEngineFactory, choose_levels, fastest
 from hvdlite.comm.host_groups import HostGroups, host_groups_of
 from hvdlite.comm.reduce_op import Max, Min, Product, Sum
+from hvdlite.errors import PeerLostError
 
 
 def test_places_are_found_whatever_the_order_of_ranks_on_hosts():
@@ -233,6 +235,17 @@ def test_the_engine_is_chosen_that_rank_0_found_the_faster_and_the_log_has_the_t
     (line,) = [record.message for record in caplog.records]
     assert "[1, 16] MiB took [[1000.0, 1000.0], [3000.0, 2000.0]] ms" in line
     assert line.endswith("engine 2 is used")
+
+
+def test_a_rank_that_is_lost_while_engines_are_measured_is_a_peer_that_was_lost():
+    lost = Mock()
+    lost.allreduce.side_effect = RuntimeError("NCCL error: remote process exited")
+
+    def rank(group: Group) -> None:
+        with pytest.raises(PeerLostError, match=r"hvd.init\(\) failed on rank"):
+            fastest([lost, lost], group, torch.device("cpu"))
+
+    run_ranks(2, rank)
 
 
 @pytest.mark.parametrize(

@@ -515,6 +515,15 @@ def test_a_newcomer_makes_nobody_go_back_to_a_commit():
         assert not settle([newcomer, Report(False, is_in_step, {0: 1}), newcomer]).must_restore
 
 
+def test_a_rank_whose_first_seat_was_in_a_generation_that_never_began_is_still_new(survival):
+    """By its seat in the next generation it is none, but it has no step to finish."""
+    changes = []
+    entering(survival, [told(is_new=True)], newcomers=0)
+    with survival.calling(changes.append):
+        survival.go_on(PeerLostError("lost"), 0)
+    assert changes == [1]
+
+
 def test_newcomers_are_welcome_outside_a_step_and_within_one_only_to_programs_that_can_begin_it_again(survival):
     asked = []
     go_on_there = entering(survival, [])._enter_again
