@@ -172,7 +172,8 @@ class OuterSteps:
         named = [entry for bucket in self._buckets for entry in bucket.by_name(bucket.start, bucket.known_anchor)]
         prints = fingerprints([values for _, (_, values) in named]) if self._compares else []
         names = [name for name, _ in named]
-        # Without the optimizer's name: it is signed, and ranks that come to a world by different ways count differently.
+        # Without the name of the optimizer: this is signed, and ranks that come to a world by different ways may count
+        # optimizers differently.
         what = "comparing the anchors of outer steps"
         own_prints = dict(zip(names, prints, strict=False))
         own = [self._steps if is_loaded else -1, self.inner.rank, own_prints, self._is_later]
