@@ -44,8 +44,10 @@ def respond(
     def answer(number: bytes) -> None:
         waited_ms = min(int(1000 * waited_s()), _MOST_MS)
         parts = [b"%d" % worker.number, number, b"%d" % waited_ms]
-        if (now := keepalive()) is not None:
-            parts.append(json.dumps([now.addresses, now.silences()]).encode())
+        # Where this process can open no more files, nothing is known of its links; it answers all the same.
+        with contextlib.suppress(OSError):
+            if (now := keepalive()) is not None:
+                parts.append(json.dumps([now.addresses, now.silences()]).encode())
         # Without an agent this process is ended, too.
         with contextlib.suppress(OSError):
             client.request(StoreRequest.ALIVE, parts)

@@ -265,7 +265,8 @@ def _note_progress() -> None:
 
 def _waited_s() -> float:
     """For how long this process has waited for other ranks; 0 if it does not wait. Any thread may call it."""
-    since_s = None if _world is None else _world.generation.watch.waits_since_s
+    world = _world
+    since_s = None if world is None else world.generation.watch.waits_since_s
     return 0.0 if since_s is None else time.monotonic() - since_s
 
 

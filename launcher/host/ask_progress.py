@@ -65,7 +65,7 @@ class Progress:
         self._host = self._load.facts()
         self._number, self._silent, self._unanswered = number, dict(workers), set()
         self._workers.update((pid, worker) for worker, pid in workers.items())
-        for name in os.listdir(job_dir):
+        for name in _names_in(job_dir):
             if found := _SOCKET.fullmatch(name):
                 self._ask(int(found[1]), os.path.join(job_dir, name))
         if not self._asked:
@@ -85,7 +85,11 @@ class Progress:
             self._tell(worker, pid, 0, answer, can_answer=True, host=self._load.network())
 
     def _ask(self, pid: int, path: str) -> None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError:  # this process can open no more files
+            self._unanswered.add(pid)
+            return
         connection.setblocking(False)
         try:
             connection.connect(path)
@@ -168,6 +172,13 @@ class Progress:
         if host:
             facts["host"] = host
         self._send(Progressed(worker, number, json.dumps(facts)))
+
+
+def _names_in(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:  # this process can open no more files
+        return []
 
 
 def _usage(pid: int) -> tuple[float, int]:

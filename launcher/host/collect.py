@@ -48,11 +48,22 @@ class Collector:
         self._send = send
 
     def take(self, number: int, workers: Mapping[int, int], job_dir: str) -> None:
-        """Sends a `Reported` for each of the workers, given as pids by their numbers; returns at once."""
+        """Sends a `Reported` for each of the workers, given as pids by their numbers; returns at once.
+
+        Sends none where this host is out of files or processes.
+        """
         if not workers:
             return
-        reads, writes = os.pipe()
-        pid = os.fork()
+        try:
+            reads, writes = os.pipe()
+        except OSError:
+            return
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(reads)
+            os.close(writes)
+            return
         if pid == 0:
             _be_child(writes, workers, job_dir)
         os.close(writes)

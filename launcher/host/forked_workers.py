@@ -128,7 +128,10 @@ class ForkedWorkers:
     def _start(self) -> None:
         assert self._command is not None, "it is set before the time"
         self._servers_left -= 1
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError:  # this process can open no more files
+            return
         code = _CODE.format(fd=theirs.fileno(), agent=os.getpid())
         with theirs:
             try:
@@ -210,7 +213,9 @@ class ForkedWorkers:
         data = json.dumps(message).encode()
         if len(data) > _MOST_BYTES:
             return False
-        (out, out_writes), (err, err_writes), (go_reads, go) = (os.pipe() for _ in range(3))
+        if (pipes := _three_pipes()) is None:
+            return False
+        (out, out_writes), (err, err_writes), (go_reads, go) = pipes
         stdout, stderr = (os.fdopen(fd, "rb", buffering=0) for fd in (out, err))
         request = _Request(self._clock() + _ANSWERS_WITHIN_S, stdout, stderr, go, start_anew)
         theirs = [out_writes, err_writes, go_reads]
@@ -269,6 +274,19 @@ class ForkedWorkers:
         request = self._requests.pop(number)
         request.close()
         request.start_anew(request.signals)
+
+
+def _three_pipes() -> list[tuple[int, int]] | None:
+    """Returns three pipes; None if this process can open no more files."""
+    pipes: list[tuple[int, int]] = []
+    try:
+        for _ in range(3):
+            pipes.append(os.pipe())  # those before one that fails are closed
+    except OSError:
+        for end in (end for pipe in pipes for end in pipe):
+            os.close(end)
+        return None
+    return pipes
 
 
 def _is_child(pid: int) -> bool:

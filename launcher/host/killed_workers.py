@@ -12,7 +12,6 @@ and nothing more is written into the memory that it shares with other ranks.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import sys
@@ -103,16 +102,23 @@ class KilledWorkers:
 
 
 def killed_by(pid: int) -> int | None:
-    """Returns the signal by which all threads of this process are exiting; None as long as any of them goes on."""
+    """Returns the signal by which all threads of this process are exiting; None as long as any of them goes on.
+
+    None too where that cannot be read, since this process can open no more files.
+    """
     signum = None
     for thread in _threads_of(pid):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended entirely
+        try:
             with open(f"/proc/{pid}/task/{thread}/stat") as file:
                 fields = file.read().rpartition(")")[2].split()
-            if not int(fields[_FLAGS]) & _PF_EXITING:
-                return None
-            # A wait status: 0 in the lowest seven bits if the program has ended by itself.
-            signum = int(fields[_EXIT_CODE]) & 0x7F or signum
+        except (FileNotFoundError, ProcessLookupError):  # it has ended entirely
+            continue
+        except OSError:
+            return None
+        if not int(fields[_FLAGS]) & _PF_EXITING:
+            return None
+        # A wait status: 0 in the lowest seven bits if the program has ended by itself.
+        signum = int(fields[_EXIT_CODE]) & 0x7F or signum
     return signum
 
 

@@ -9,6 +9,7 @@ import subprocess
 import pytest
 from hvdlite_launcher.host.ask_progress import Progress
 from hvdlite_launcher.host.host_load import HostLoad
+from no_files import no_files_left
 
 
 class Host:
@@ -150,3 +151,12 @@ def test_the_end_of_a_worker_is_told_with_the_bytes_over_the_network_until_then(
     (tmp_path / "note").write_text('{"worker": 0}')
     host.progress.note_end(0, 4, "note")
     assert host.facts()[0, 0]["host"].keys() == {"sent", "received"}
+
+
+def test_an_agent_that_can_open_no_more_files_asks_nobody_and_goes_on(host):
+    host.listen(os.getpid())
+    with no_files_left():
+        host.take(1, w0=os.getpid())
+    host.take(2, w0=os.getpid())
+    host.answer(os.getpid(), b'{"worker": 0, "steps": {"optimizer 1": 3}}')
+    assert host.facts()[0, 2]["answer"]["steps"] == {"optimizer 1": 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import selectors
@@ -17,6 +18,7 @@ import psutil
 import pytest
 from hvdlite_launcher.host import collect as collecting
 from hvdlite_launcher.host.collect import collect
+from no_files import no_files_left
 
 RANKS = 64
 
@@ -211,3 +213,22 @@ def test_a_process_that_has_become_another_program_is_not_ended_by_the_signal(di
     finally:
         process.communicate()
     assert process.returncode == 1  # the end of its input ends `read`
+
+
+def fail_to_fork() -> int:
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+@pytest.mark.parametrize("lacks", ["files", "processes"])
+def test_a_host_without_files_or_processes_for_a_report_goes_on_without_it(monkeypatch, tmp_path, lacks):
+    with selectors.DefaultSelector() as selector:
+        collector = collecting.Collector(selector, lambda _: None)
+        before = os.listdir("/proc/self/fd")
+        if lacks == "files":
+            with no_files_left():
+                collector.take(1, {0: os.getpid()}, str(tmp_path))
+        else:
+            monkeypatch.setattr(os, "fork", fail_to_fork)
+            collector.take(1, {0: os.getpid()}, str(tmp_path))
+        assert not selector.get_map()
+        assert os.listdir("/proc/self/fd") == before

@@ -15,6 +15,7 @@ from hvdlite_launcher.host import forked_workers
 from hvdlite_launcher.host.forked_workers import ForkedWorkers
 from hvdlite_launcher.host.start_workers import Worker
 from hvdlite_launcher.plan.python_command import parse_python
+from no_files import no_files_left
 
 COMMON = {"PATH": "/bin", "OMP_NUM_THREADS": "1"}
 OWN = {"HVDLITE_WORKER": "3", "LOCAL_RANK": "1"}
@@ -115,6 +116,22 @@ def test_a_worker_with_another_environment_than_the_server_is_not_forked(host):
     host.be_ready()
     assert not host.ask(OMP_NUM_THREADS="2")
     assert not host.ask(LD_PRELOAD="x")
+    assert host.ask()
+
+
+def test_an_agent_that_can_open_no_more_files_has_no_server(host):
+    with no_files_left():
+        host.pass_time(host.workers.time_left_s())
+    assert host.commands == []
+    assert not host.ask()
+
+
+def test_an_agent_that_can_open_no_more_files_asks_for_no_worker_of_its_server(host):
+    host.be_ready()
+    before = os.listdir("/proc/self/fd")
+    with no_files_left():
+        assert not host.ask()
+    assert os.listdir("/proc/self/fd") == before
     assert host.ask()
 
 

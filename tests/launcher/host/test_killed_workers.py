@@ -12,6 +12,7 @@ import time
 import pytest
 from hvdlite_launcher.host import killed_workers
 from hvdlite_launcher.host.killed_workers import KilledWorkers, killed_by
+from no_files import no_files_left
 from pidfds import has_pidfds_of_threads
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of Linux")
@@ -151,3 +152,13 @@ def test_without_pidfds_of_threads_nothing_is_watched(monkeypatch):
         assert not selector.get_map()
         assert workers.time_left_s() is None
         workers.forget(os.getpid())
+
+
+def test_nothing_is_known_of_a_process_while_this_one_can_open_no_more_files():
+    with no_files_left():
+        assert killed_by(os.getpid()) is None
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch, no_files_left():
+        # As if the last file had gone between the two.
+        patch.setattr(killed_workers, "_threads_of", lambda pid: [pid])
+        assert killed_by(os.getpid()) is None
