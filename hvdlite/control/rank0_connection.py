@@ -148,8 +148,8 @@ class Rank0Connection:
         with self._lock:
             self.end_reason = self.end_reason or EndReason("hvd.shutdown() was called")
         if self.has_lost_rank:
-            # A rank that has not heard of it yet, and waits for this one, has lost it: its program called nothing that
-            # this one did not.
+            # Ranks that have not heard of the loss yet, and wait for this one, then get a PeerLostError. After a "bye"
+            # they would be told that the programs call different collectives.
             self._say_lost()
         else:
             self._mailbox.send(["bye"])

@@ -41,7 +41,6 @@ from torch.autograd.function import Function
 from ..comm.group import Group
 from ..control.handle import Handle
 from ..control.operation import Execution, Kind, Operation, describe
-from ..errors import PeerLostError
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import group_of
 from ..runtime.world import current_world, is_initialized
@@ -164,14 +163,11 @@ def submit(operation: Operation, process_set: ProcessSet, tensors: Sequence[Tens
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     group, world = group_of(process_set, operation.describe()), current_world()
-    if world.survival is not None:
-        try:
-            world.survival.require_others(operation.describe())
-        except PeerLostError as error:
-            # Like each operation that a lost rank fails, it raises this where it is waited for.
-            failed = Handle(operation.describe())
-            failed.fail(error)
-            return failed
+    if world.survival is not None and (error := world.survival.error_of_call(operation.describe())) is not None:
+        # Raised where the operation is waited for, as the errors of all others that a lost rank fails.
+        failed = Handle(operation.describe())
+        failed.fail(error)
+        return failed
     handle = world.controller.submit(group, replace(operation, run=run))
     if streams:
         handle.before_taking = take

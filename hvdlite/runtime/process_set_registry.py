@@ -97,7 +97,7 @@ class Registry:
             if group is not None:
                 group.close()
             raise
-        # Only now: other threads look at the sets, such as that which ends the waits for a lost rank.
+        # Last, since other threads read the sets, such as the one that ends the waits for a lost rank.
         process_set.register(Membership(set_id, self._all_ranks.rank, group, self._generation))
         self._sets[set_id] = process_set
 

@@ -206,7 +206,7 @@ class Survival:
         self._can_repeat = True
         self._notes: list[list[Any]] = []
         self._is_going_on = False
-        # In this rank's next step other ranks wait already.
+        # Whether other ranks already wait in the step that comes next on this one.
         self._others_are_ahead = False
 
     @property
@@ -279,16 +279,17 @@ class Survival:
         """Notes that this rank comes to the end of a step, where it meets all others."""
         self._others_are_ahead = False
 
-    def require_others(self, what: str) -> None:
-        """Raises PeerLostError if no other rank will call ``what``, a collective of the program's own, before a step.
+    def error_of_call(self, what: str) -> PeerLostError | None:
+        """Returns the error of a collective that the program calls now; None if the other ranks will call it, too.
 
-        After a loss others may be in the step that comes next on this rank: the loss has failed the call on them.
+        After a loss others may already wait in the step that comes next here. The loss has failed the call on them.
         """
-        if self._others_are_ahead and not self._is_going_on:
-            raise PeerLostError(
-                f"{what} failed because a rank was lost, and others are in their next step already: the first call "
-                f"behind that step goes on ({self._lost})"
-            )
+        if not self._others_are_ahead or self._is_going_on:
+            return None
+        return PeerLostError(
+            f"{what} failed because a rank was lost, and other ranks wait in their next step already: take that step, "
+            f"and collectives after it work again ({self._lost})"
+        )
 
     def note_passed(self, number: int) -> None:
         """Notes that all ranks have all averages of a step of the optimizer with this number."""

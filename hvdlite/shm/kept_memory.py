@@ -55,7 +55,7 @@ class KeptSegment(Segment):
             number, self._slots_in_use = self._slots_in_use, self._slots_in_use + 1
         if number >= _MOST_SLOTS:
             return None
-        # Not always one more: there may have been no memory for that of an engine before.
+        # Several are missing where there was no memory for those of an earlier engine.
         while number >= len(self._slots):
             self._slots.append(self.allocate(nbytes, is_permanent=True))
         return self._slots[number]

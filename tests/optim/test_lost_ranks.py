@@ -394,6 +394,6 @@ def test_a_collective_behind_the_step_raises_also_on_a_rank_that_takes_the_avera
         return sums
 
     left = run_survivors(monkeypatch, ["a", "b", "c"], program, Death(1, "stepped", 3), unheard=[Unheard(0, 3)])
-    assert "others are in their next step" in left[0].pop(3)
+    assert "wait in their next step already" in left[0].pop(3)
     assert "rank 1 was lost" in left[2].pop(3)
     assert left[0] == left[2] == [3.0, 3.0, 3.0, 2.0, 2.0]

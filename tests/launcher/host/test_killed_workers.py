@@ -154,11 +154,10 @@ def test_without_pidfds_of_threads_nothing_is_watched(monkeypatch):
         workers.forget(os.getpid())
 
 
-def test_nothing_is_known_of_a_process_while_this_one_can_open_no_more_files():
+def test_nothing_is_known_of_a_process_while_this_one_can_open_no_more_files(monkeypatch):
     with no_files_left():
         assert killed_by(os.getpid()) is None
-    monkey = pytest.MonkeyPatch()
-    with monkey.context() as patch, no_files_left():
-        # As if the last file had gone between the two.
-        patch.setattr(killed_workers, "_threads_of", lambda pid: [pid])
+    # As if the last file had gone after the threads were listed.
+    monkeypatch.setattr(killed_workers, "_threads_of", lambda pid: [pid])
+    with no_files_left():
         assert killed_by(os.getpid()) is None
