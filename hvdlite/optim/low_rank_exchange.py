@@ -204,8 +204,9 @@ class LowRankExchange(BetweenHosts):
         for part in rest:
             values[part].copy_(wire[at : at + part.stop - part.start])
             at += part.stop - part.start
-        # Equal on all ranks, like the sums. Where one is not finite, nothing is changed but the gradients.
-        is_finite = wire[at:].isfinite().all()
+        # Equal on all ranks, like the sums. Where one is not finite, also one that is sent as it is, such as a bias,
+        # nothing is changed but the gradients: a GradScaler skips the step of all of them.
+        is_finite = wire.isfinite().all()
         sums = [
             part.view(each.rank, each.rows)
             for part, each in zip(

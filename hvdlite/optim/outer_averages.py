@@ -26,6 +26,7 @@ from ..compression.codecs import Codec, wire_bytes
 from ..compression.top_k import TopK
 from .between_hosts import split
 from .outer import OuterForm
+from .residuals import replace_if_finite
 
 Segment = tuple[int, Tensor]
 """A part of a flat tensor: where it begins, and its values."""
@@ -165,14 +166,14 @@ class Largest:
         wanted = form.added(values, residual)
         wire, places, sent = form.encode(wanted)
         wires, work = group.begin_all_gather(wire, what, [wire.numel()] * group.size)
-        # What is not finite reaches all ranks, and leaves no trace here.
         if sent is not None:
             wanted[places] -= sent.to(wanted.dtype)
-            residual.copy_(wanted)
         yield work
         values.zero_()
         for each in wires:
             form.add_decoded(each, values)
+        # Only now: what is not finite on one rank reaches all of them, and leaves no trace in what any of them keeps.
+        replace_if_finite(residual, wanted, values)
         values.div_(group.size)
 
     @property

@@ -11,6 +11,7 @@ to the gradients before they are summed within the host, so that it comes to the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -219,9 +220,12 @@ class Residuals:
 
     def keep_where_not_finite(self, added: Sequence[Rest], flat: Tensor) -> None:
         """Keeps a rest that `add_rest` has added, for the next step, where the averages in ``flat`` are not finite."""
-        for name, (first, last), kept in added:
-            if not flat[first:last].isfinite().all():
-                self._keep_rest(name, kept)
+        for name, (first, _), kept in added:
+            begin = first + kept.start
+            is_finite = flat[begin : begin + len(kept.values)].isfinite()
+            if not is_finite.all():
+                # The finite ones, such as those in the shard of another rank, have been sent or are in its residual.
+                self._keep_rest(name, kept._replace(values=kept.values.masked_fill(is_finite, 0.0)))
 
     # -- all residuals
 
@@ -272,6 +276,21 @@ class Residuals:
             for name, kinds in state.items()
             for kind, (start, scale, values) in kinds.items()
         }
+
+
+def replace_if_finite(residual: Tensor, left: Tensor, sums: Tensor) -> None:
+    """Sets ``residual`` to what is ``left`` once all ``sums`` are finite. If some are not, makes all of them NaN.
+
+    ``sums`` are equal on all ranks that have sent for them, so these ranks do the same. It waits for no GPU.
+    """
+    is_finite = sums.isfinite().all()
+    if sums.is_cuda:
+        residual.copy_(torch.where(is_finite, left, residual))
+        sums.copy_(torch.where(is_finite, sums, math.nan))
+    elif is_finite:
+        residual.copy_(left)
+    else:
+        sums.fill_(math.nan)
 
 
 def _parts(residual: _Residual) -> Iterator[tuple[str, _Kept]]:

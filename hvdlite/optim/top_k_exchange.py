@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from ..comm.work import Work
 from ..compression.top_k import TopK
 from .between_hosts import BetweenHosts, Shard
 from .exchange import Links
-from .residuals import OWN
+from .residuals import OWN, replace_if_finite
 from .settings import Settings
 
 
@@ -48,15 +47,8 @@ class TopKExchange(BetweenHosts):
         total = values.zero_() if values.dtype == wanted.dtype else torch.zeros_like(wanted)
         for each in wires:
             self._top_k.add_decoded(each, total)
-        # Only now, since no rank uses what was sent where another one had something that is not finite.
-        _replace_if(total.isfinite().all(), residual, wanted)
         if total is not values:
             values.copy_(total)
-
-
-def _replace_if(condition: Tensor, old: Tensor, new: Tensor) -> None:
-    """Sets ``old`` to ``new`` where a condition holds that is on their device. It waits for no GPU."""
-    if old.is_cuda:
-        old.copy_(torch.where(condition, new, old))
-    elif condition:
-        old.copy_(new)
+        # Only now, since no rank uses what was sent where another one had something that is not finite, or where a sum
+        # is too large for the gradients' dtype.
+        replace_if_finite(residual, wanted, values)

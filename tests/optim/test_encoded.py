@@ -415,6 +415,39 @@ def test_infinities_reach_every_rank_and_leave_no_trace():
         on(place, rank)
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_what_a_host_keeps_stays_in_its_own_blocks_with_infinities_and_other_hosts_keep_what_they_round(name):
+    codec = getattr(hvd.Compression, name)
+
+    def kept_of(optimizer: hvd.DistributedOptimizer) -> Tensor:
+        _, _, values = residuals_of(optimizer)["p0"]["own"]
+        return values.clone()
+
+    def rank(group: Group) -> None:
+        param = nn.Parameter(torch.zeros(NUMEL))
+        optimizer = wrap(group, [param], codec)
+        param.grad = gradient(group.rank, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = kept_of(optimizer)
+        param.grad = gradient(group.rank, 1)
+        expected = before.clone()
+        wire = torch.empty(wire_bytes(codec, NUMEL), dtype=torch.uint8)
+        if group.rank == 0:
+            param.grad[300] = math.inf
+        codec.encode_all(param.grad.clone(), wire, expected)
+        optimizer.synchronize()
+        block = slice(codec.block, 2 * codec.block)
+        assert not param.grad[block].isfinite().any()
+        assert param.grad[: codec.block].isfinite().all()
+        after = kept_of(optimizer)
+        assert torch.equal(after, expected)
+        assert torch.equal(after[block], before[block]) == (group.rank == 0)
+        assert not torch.equal(after[: codec.block], before[: codec.block])
+
+    on("2 hosts", rank)
+
+
 @each_form
 @everywhere
 def test_after_a_step_with_infinities_the_next_is_finite_again(place, name):

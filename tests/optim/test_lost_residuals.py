@@ -51,7 +51,8 @@ class Training:
         self.params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         inner = torch.optim.SGD(self.params, lr=1.0)
         named = [(f"p{number}", param) for number, param in enumerate(self.params)]
-        self.optimizer = hvd.DistributedOptimizer(inner, named, compression=FORMS[name], bucket_cap_mb=0.002, **options)
+        options = {"bucket_cap_mb": 0.002, **options}
+        self.optimizer = hvd.DistributedOptimizer(inner, named, compression=FORMS[name], **options)
         # By step: the parameters and the optimizer's state.
         self.before: dict[int, tuple[list[Tensor], Any]] = {}
         self.after: dict[int, tuple[list[Tensor], Any]] = {}
@@ -287,3 +288,41 @@ def test_what_a_rank_has_of_the_shard_of_another_waits_for_a_step_with_a_finite_
         else:
             sent = found[0][0].view(-1) * 4
             assert torch.allclose(sent + kept.view(-1), 4 * given + before.view(-1), rtol=0, atol=1e-4)
+
+
+@each_form
+def test_what_waits_for_another_rank_stays_with_an_infinity_elsewhere_and_is_not_kept_twice(name):
+    hosts = {"uneven": ["a", "a", "b", "b", "b"], "even": ["a", "a", "b", "b"]}
+
+    def begin(group: Group) -> Any:
+        training = Training(group.rank, name, process_set=set_of(group))
+        for step in range(3):
+            training.take_step(step)
+        return training.optimizer.state_dict()
+
+    states = on(hosts["uneven"], begin, engine="shared memory")
+
+    def go_on(group: Group) -> Any:
+        training = Training(group.rank, name, bucket_cap_mb=None, process_set=set_of(group))
+        training.optimizer.load_state_dict(copy.deepcopy(states[group.rank]))
+        for number, param in enumerate(training.params):
+            param.grad = torch.zeros(SHAPES[number])
+        # In the parts of both ranks of a host.
+        for param in training.params[:: len(training.params) - 1]:
+            param.grad.view(-1)[[0, -1]] = float("inf")
+        training.optimizer.synchronize()
+        return [param.grad for param in training.params], training.optimizer.state_dict()
+
+    found = on(hosts["even"], go_on, engine="shared memory")
+    kept = [sum(parts) for parts in zip(*(kept_of(state) for _, state in found), strict=True)]
+    before = [sum(parts) for parts in zip(*(kept_of(state) for state in states[:4]), strict=True)]
+    for grads, after, expected in zip(zip(*(grads for grads, _ in found), strict=True), kept, before, strict=True):
+        # int8 and int4 take a step in the other blocks.
+        stays = ~grads[0].isfinite() if name.startswith("int") else torch.ones_like(after, dtype=torch.bool)
+        assert torch.allclose(after[stays], expected[stays], rtol=0, atol=1e-5)
+    rests = [residuals_of(state)["p0"]["rest"] for _, state in found if "rest" in residuals_of(state)["p0"]]
+    assert rests
+    for start, _, values in rests:
+        is_finite = found[0][0][0].view(-1)[start : start + len(values)].isfinite()
+        assert is_finite.any() == name.startswith("int")
+        assert not values[is_finite].any()

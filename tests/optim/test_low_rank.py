@@ -216,6 +216,28 @@ def test_what_is_not_finite_reaches_every_rank_and_leaves_no_trace(place, bad):
     on(place, rank)
 
 
+def test_an_infinity_in_a_bias_is_one_of_its_bucket():
+    # GradScaler skips the step of the matrices too, so that what the exchange would leave of them is lost.
+    def rank(group: Group) -> None:
+        job = Job(group)
+        job.average(0)
+        before, q = ({name: get(name) for name in COMPRESSED} for get in (job.kept, job.state["q"].get))
+        assert all(each.any() for each in before.values())
+        job.optimizer.zero_grad()
+        for number, param in enumerate(job.params):
+            param.grad = gradient(group.rank, 1, number)
+        if group.rank == 0:
+            job.params[1].grad[3] = float("inf")
+        job.optimizer.synchronize()
+        for number, param in enumerate(job.params):
+            assert bool(param.grad.isfinite().all()) == (f"p{number}" not in (*COMPRESSED, "p1"))
+        for name in COMPRESSED:
+            assert torch.equal(job.kept(name), before[name])
+            assert torch.equal(job.state["q"][name], q[name])
+
+    on("2 hosts", rank)
+
+
 @everywhere
 def test_a_matrix_that_no_rank_of_a_host_has_is_zeros_and_keeps_its_residual(place):
     hosts = PLACES[place]

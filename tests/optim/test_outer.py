@@ -479,6 +479,32 @@ def test_a_step_that_grad_scaler_skips_on_one_host_counts_there_too(place, unsca
         assert torch.equal(values, found[0][1])
 
 
+@pytest.mark.parametrize("place", ["2 hosts", "3 hosts", "2 hosts of 2"])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_what_top_k_keeps_stays_on_all_hosts_where_the_part_of_one_is_not_finite(place, bad):
+    def kept_of(optimizer: hvd.DistributedOptimizer) -> dict[str, Tensor]:
+        parameters = optimizer.state_dict()["hvdlite"]["outer"]["parameters"]
+        return {name: kinds["residual of own"][1] for name, kinds in parameters.items() if "residual of own" in kinds}
+
+    def rank(group: Group) -> None:
+        model = make_model()
+        optimizer = wrap(group, model, OUTERS["SparseLoCo"], bucket_cap_mb=None)
+        train(optimizer, model, group.rank, 0, 5)
+        before = kept_of(optimizer)
+        assert any(values.any() for values in before.values())
+        if group.hosts[group.rank] == "a":
+            with torch.no_grad():
+                # In the parts of both ranks of a host.
+                for param in model.parameters():
+                    param.view(-1)[[0, -1]] = bad
+        optimizer.zero_grad()
+        optimizer.step()
+        assert_same(kept_of(optimizer), before)
+        assert not values_of(model).isfinite().any()
+
+    on(place, rank)
+
+
 def test_grad_scaler_unscales_what_the_step_uses():
     def rank(group: Group) -> Any:
         found = []

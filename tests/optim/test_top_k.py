@@ -228,7 +228,26 @@ def test_what_is_kept_stays_on_all_ranks_where_one_of_them_has_an_infinity(place
             # In the part of each of the host's ranks.
             param.grad[[7, -7]] = math.inf
         optimizer.synchronize()
-        assert not param.grad.isfinite().all()
+        assert not param.grad.isfinite().any()
         assert torch.equal(kept_of(optimizer), before)
 
     on(place, rank)
+
+
+def test_what_is_kept_stays_where_a_sum_is_too_large_for_the_gradients_dtype():
+    def rank(group: Group) -> None:
+        param = nn.Parameter(torch.zeros(NUMEL, dtype=torch.float16))
+        optimizer = wrap(group, [param], op=hvd.Sum)
+        param.grad = gradient(group.rank, 0).half()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = kept_of(optimizer)
+        assert before.any()
+        param.grad = gradient(group.rank, 1).half()
+        # Finite on each rank, and in the wire.
+        param.grad[700] = 60000.0
+        optimizer.synchronize()
+        assert not param.grad.isfinite().any()
+        assert torch.equal(kept_of(optimizer), before)
+
+    on("2 hosts", rank)
