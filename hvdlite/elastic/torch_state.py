@@ -22,8 +22,17 @@ from ..ops.api import barrier
 from ..ops.broadcast import broadcast_object
 from ..ops.sendable import check_sendable, check_writable, plain_tensor
 from ..ops.typed_values import Decoder, Encoder
+from ..optim.fill_tensors import Filler
 from ..optim.optimizer import DistributedOptimizer
-from ..optim.optimizer_state import SentTensors, encode_state, state_of, take_options, unwrapped, what_is_equal
+from ..optim.optimizer_state import (
+    SentTensors,
+    encode_state,
+    loading_in_place,
+    state_of,
+    take_options,
+    unwrapped,
+    what_is_equal,
+)
 from ..runtime.process_set_functions import global_process_set
 from ..runtime.world import rank, require_ended
 from .handover import Handed, InPlace, hand_over
@@ -208,7 +217,11 @@ class OptimizerStateHandler(_LargeStateHandler):
     _has_old_gradients = False
 
     def restore(self) -> None:
-        super().restore()
+        # Ranks that are new have the tensors and groups that their program made, so those that stay must keep theirs.
+        with loading_in_place(self.value):
+            super().restore()
+        # Once more, now that the tensors are in their places.
+        self._note(self.value.state_dict())
         self.give_up_step()
 
     def give_up_step(self) -> None:
@@ -259,7 +272,7 @@ class SamplerStateHandler(StateDictHandler):
 class _Attributes(StateDictHandler):
     """The other attributes of a state, as an object that `hand_over` takes."""
 
-    def __init__(self, state: ObjectState, names: Sequence[str]) -> None:
+    def __init__(self, state: TorchState, names: Sequence[str]) -> None:
         self._state, self._names = state, names
 
     def encode(self, encoder: Encoder, sent: SentTensors) -> Any:
@@ -270,7 +283,7 @@ class _Attributes(StateDictHandler):
 
     def take(self, tree: Any, decoder: Decoder, *, is_whole: bool) -> None:
         for name, encoded in tree:
-            setattr(self._state, name, decoder.decode(encoded))
+            self._state._take_attribute(name, decoder.decode(encoded))
 
 
 Registry = dict[type, type[StateHandler]]
@@ -314,8 +327,9 @@ class TorchState(ObjectState):
     """The state of an elastic PyTorch program: ``TorchState(model=model, optimizer=optimizer, epoch=0, batch=0)``.
 
     Modules, optimizers (wrapped or not), learning-rate schedulers, GradScaler and `ElasticSampler` are saved, restored
-    and sent in place: the objects stay the same. All other arguments must be picklable values. Every rank must use the
-    same names. Assigning another object to one of these names replaces the old one, and saves the new one.
+    and sent in place: the objects stay the same, and so do tensors among an optimizer's options and parameter groups.
+    All other arguments must be picklable values; of these only tensors stay the same. Every rank must use the same
+    names. Assigning another object to one of these names replaces the old one, and saves the new one.
     """
 
     _handlers: Mapping[str, StateHandler] = {}  # until it is made
@@ -327,6 +341,7 @@ class TorchState(ObjectState):
         handlers = {name: handler for name, value in given.items() if (handler := _handler_of(value)) is not None}
         self._handlers = handlers
         plain = {name: value for name, value in given.items() if name not in handlers}
+        self._given_tensors = {name: value for name, value in plain.items() if isinstance(value, torch.Tensor)}
         super().__init__(bcast_object=broadcast_object, get_rank=rank, **plain)
         for name, handler in handlers.items():
             super().__setattr__(name, handler.value)
@@ -363,7 +378,18 @@ class TorchState(ObjectState):
     def restore(self) -> None:
         """Give everything the state that was saved last."""
         self._each(lambda handler: handler.restore())
+        earlier = {name: getattr(self, name) for name in self._saved_state}
         super().restore()
+        for name, value in earlier.items():
+            restored = getattr(self, name)
+            super().__setattr__(name, value)
+            self._take_attribute(name, restored)
+
+    def _take_attribute(self, name: str, value: Any) -> None:
+        # The program may use a tensor that it has given elsewhere too, such as a learning rate. Where it has assigned
+        # another one since, that may be any part of its data, which is not to be overwritten.
+        own = self._given_tensors.get(name)
+        setattr(self, name, Filler(()).fill(own, value) if own is getattr(self, name) else value)
 
     def sync(self) -> None:
         """Give everything of every rank the state that rank 0's has now, and save it. Every rank must call it."""

@@ -9,6 +9,6 @@ Modules import only what stands before them:
         < exchange < outer < settings < builtin_exchanges < stages < residuals < between_hosts < encoded
         < low_rank_exchange < top_k_exchange < exchange_choice < sparse_gather < parameter_check < outer_averages
         < outer_bucket < outer_steps < in_flight < step_deltas < opening < gradient_hooks < autotune < exchange_state
-        < surviving_step < world_plan < reducer < arguments < optimizer_proxy < optimizer_state < step_by_bucket
-        < clipping < horovod_attributes < averaging_optimizer < optimizer
+        < surviving_step < world_plan < reducer < arguments < optimizer_proxy < fill_tensors < optimizer_state
+        < step_by_bucket < clipping < horovod_attributes < averaging_optimizer < optimizer
 """

@@ -14,7 +14,8 @@ of their parameters and the classes of their optimizers, and nothing else.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from ..ops.typed_values import Decoder, Encoder
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
 from ..values import shown
+from .fill_tensors import Filler
 from .optimizer_proxy import OptimizerProxy
 
 # The owner of a tensor that does not belong to one parameter's state.
@@ -46,6 +48,9 @@ def broadcast_optimizer_state(
 
     Every rank must call it. Afterwards each rank has exactly the root's options of parameter groups and state of
     parameters: whatever only another rank had is removed. Values keep their types, and tensors their dtypes.
+    They are copied into the tensors that the rank has in their places, such as a learning rate that is a tensor: the
+    program's own changes of it go on being the optimizer's. (``load_state_dict`` replaces such tensors: where only the
+    root has called it, take the tensor from ``param_groups`` again.)
     ``optimizer.defaults``, which apply to groups that are added later, are not sent, as in Horovod.
 
     Takes no step and changes no parameter. If the root's optimizer has no state yet, none has any afterwards. ``model``
@@ -59,7 +64,7 @@ def broadcast_optimizer_state(
     group = group_of(process_set, kind)
     root = group.group_rank_of_root(root_rank, kind)
     # The property of a DistributedOptimizer waits for gradients that are being averaged.
-    params = [param for entry in optimizer.param_groups for param in entry["params"]]
+    params = _params_of(optimizer)
     same = {"root_rank": group.ranks[root], **what_is_equal(own)}
     is_root = group.rank == root
     data: bytes | None = None
@@ -131,10 +136,10 @@ class _Standing:
 
     def give_to(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
         """Replaces the optimizer's options and state by these."""
-        _give_options(optimizer, self.options)
-        optimizer.state.clear()
-        optimizer.state.update({params[number]: state for number, state in self.states.items()})
-        optimizer.state.update(self.rest)
+        filler = Filler(params)
+        filler.give_options(optimizer, self.options)
+        states = {params[number]: state for number, state in self.states.items()}
+        filler.give_state(optimizer, {**states, **self.rest})
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +150,8 @@ class _StateDict:
 
     def give_to(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
         """Loads it into the optimizer."""
-        optimizer.load_state_dict(self.value)
+        with loading_in_place(optimizer):
+            optimizer.load_state_dict(self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +232,12 @@ def encode_state(optimizer: Any, encoder: Encoder, sent: SentTensors) -> list[An
 
     A TypeError names a value that cannot be sent.
     """
-    params = [param for entry in optimizer.param_groups for param in entry["params"]]
+    params = _params_of(optimizer)
     sent.number_of = {id(param): number for number, param in enumerate(params)}
     try:
         if not is_plain_optimizer(optimizer):
             return [False, encoder.encode(optimizer.state_dict(), "state_dict()")]
-        options = [{k: v for k, v in entry.items() if k != "params"} for entry in optimizer.param_groups]
+        options = [_options_of(entry) for entry in optimizer.param_groups]
         rest = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
         states: list[Any] = []
         tree = [True, encoder.encode(options, "param_groups"), states, encoder.encode(rest, "state")]
@@ -251,17 +257,42 @@ def take_options(tree: Sequence[Any], decoder: Decoder, optimizer: Any) -> None:
     """
     value = decoder.decode(tree[1])
     if tree[0]:
-        _give_options(optimizer, value)
+        Filler(_params_of(optimizer)).give_options(optimizer, value)
     else:
-        optimizer.load_state_dict(value)
+        with loading_in_place(optimizer):
+            optimizer.load_state_dict(value)
 
 
-def _give_options(optimizer: Any, options: Sequence[dict[str, Any]]) -> None:
-    for entry, given in zip(optimizer.param_groups, options, strict=True):
-        members = entry["params"]
-        # In place, since a scheduler or wrapper may refer to the same dictionary.
-        entry.clear()
-        entry.update({"params": members, **given})
+@contextmanager
+def loading_in_place(optimizer: Any) -> Iterator[None]:
+    """A context for ``load_state_dict``, after which tensors and groups are the earlier ones, with the loaded values.
+
+    What is loaded must be copies that nobody else has. Of an optimizer that overrides ``load_state_dict`` only the
+    options keep their tensors: it may refer to the state that it has loaded.
+    """
+    optimizer = optimizer._optimizer if isinstance(optimizer, OptimizerProxy) else optimizer
+    groups, state = list(optimizer.param_groups), dict(optimizer.state) if is_plain_optimizer(optimizer) else {}
+    options = [dict(entry) for entry in groups]
+    yield
+    filler = Filler(_params_of(optimizer))
+    for entry, earlier in zip(optimizer.param_groups, options, strict=True):
+        entry.update(filler.fill(earlier, _options_of(entry)))
+    if is_plain_optimizer(optimizer):
+        for entry, loaded in zip(groups, optimizer.param_groups, strict=True):
+            if entry is not loaded:
+                entry.clear()
+                entry.update(loaded)
+        optimizer.param_groups[:] = groups
+        loaded_state = filler.fill(state, dict(optimizer.state))
+        optimizer.state.update(loaded_state)
+
+
+def _params_of(optimizer: Any) -> list[Tensor]:
+    return [param for entry in optimizer.param_groups for param in entry["params"]]
+
+
+def _options_of(entry: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key != "params"}
 
 
 def state_of(tree: Sequence[Any], decoder: Decoder, params: Sequence[Tensor]) -> _Standing | _StateDict:

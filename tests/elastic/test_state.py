@@ -328,3 +328,40 @@ def test_another_object_that_is_assigned_is_handled_from_then_on():
     torch.nn.init.zeros_(other.weight)
     state.restore()
     assert other.weight.tolist() == weight
+
+
+@pytest.mark.parametrize("form", ["bare", "wrapped"])
+def test_a_tensor_that_the_program_holds_is_the_optimizers_and_the_states_after_restore_and_sync(form):
+    def program(worlds):
+        param, rate = torch.nn.Parameter(torch.ones(2)), torch.tensor(0.1)
+        inner = torch.optim.Adam([param], lr=rate)
+        group = inner.param_groups[0]
+        data = torch.zeros(2)
+        state = None
+        for _ in worlds:
+            if state is None:
+                optimizer = hvd.DistributedOptimizer(inner) if form == "wrapped" else inner
+                state = TorchState(optimizer=optimizer, rate=rate)
+            else:
+                rate.fill_(5)
+                state.restore()
+            state.sync()
+            param.grad = torch.ones(2)
+            inner.step()
+            counted = inner.state[param]["step"]
+            state.commit()
+            rate.mul_(0.5)
+            group["weight_decay"] = 0.5
+            state.restore()
+            assert inner.state[param]["step"] is counted
+            assert inner.param_groups == [group]
+            assert group["lr"] is state.rate is rate
+            assert (rate.item(), group["weight_decay"]) == (pytest.approx(0.1), 0)
+        # What was assigned later may be a part of the program's data, and is not overwritten.
+        state.rate = data[0]
+        state.restore()
+        assert data.tolist() == [0, 0]
+        return state.rate.item()
+
+    # The third rank is new in the second world, and the others go back to their commit.
+    assert run_generations([2, 3], program) == [pytest.approx(0.1)] * 3

@@ -311,3 +311,72 @@ def test_functions_in_options_travel():
         return optimizer.param_groups[0]["schedule"](4)
 
     assert run_worlds(2, rank) == [0.25, 0.25]
+
+
+def adam(lr: Any, params: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam([{"params": params[:1]}, {"params": params[1:]}], lr=lr, **options)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_learning_rate_that_is_a_tensor_of_the_program_stays_the_optimizers(form):
+    def rank(own: int) -> Any:
+        params, rate = params_of(), torch.tensor(0.1 * (own + 1))
+        beta = torch.tensor(0.5 + 0.1 * own)
+        optimizer = adam(rate, params)
+        optimizer.param_groups[1]["betas"] = (beta, 0.999)
+        hvd.broadcast_optimizer_state(in_form(form, optimizer), root_rank=1)
+        assert all(group["lr"] is rate for group in optimizer.param_groups)
+        rate.mul_(0.5)
+        beta.add_(1)
+        (one, other), _ = everything(optimizer)
+        return [one["lr"].item(), one["betas"], other["lr"].item(), [float(each) for each in other["betas"]]]
+
+    outcomes = run_worlds(3, rank)
+    assert outcomes == [outcomes[1]] * 3
+    assert outcomes[0][0] == pytest.approx(0.1)
+
+
+def test_a_learning_rate_of_an_optimizer_with_a_state_dict_of_its_own_stays_the_programs():
+    def rank(own: int) -> float:
+        rate = torch.tensor(0.1 * (own + 1))
+        optimizer = Slow(params_of(), lr=rate)
+        hvd.broadcast_optimizer_state(optimizer)
+        assert optimizer.param_groups[0]["lr"] is rate
+        return rate.item()
+
+    assert run_worlds(2, rank) == [pytest.approx(0.1)] * 2
+
+
+def test_state_tensors_and_their_memory_stay_where_the_root_has_some_of_that_form():
+    def rank(own: int) -> Any:
+        params = params_of()
+        optimizer = torch.optim.Adam(params, lr=0.1)
+        step(optimizer, params, times=own + 1)
+        if own == 0:
+            optimizer.state[params[1]]["exp_avg"] = torch.ones(2, 2, dtype=torch.float64)
+        earlier = {key: [optimizer.state[param][key] for param in params] for key in ("step", "exp_avg")}
+        hvd.broadcast_optimizer_state(optimizer)
+        now = {key: [optimizer.state[param][key] for param in params] for key in earlier}
+        kept = [a is b for key in now for a, b in zip(now[key], earlier[key], strict=True)]
+        return kept, everything(optimizer)[1]
+
+    (_, states), (kept, others) = run_worlds(2, rank)
+    # The last has another dtype than the root's.
+    assert kept == [True, True, True, False]
+    assert same(states, others)
+
+
+def test_a_tensor_in_two_places_takes_one_value_and_parameters_are_never_written():
+    def rank(own: int) -> Any:
+        params, shared = params_of(), torch.zeros(3)
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        for number, param in enumerate(params):
+            alias = params[0].detach() if own else torch.full((3,), 7.0)
+            state = torch.full((3,), float(number)) if own == 0 else shared
+            optimizer.state[param] = {"mine": state, "part": shared[:2] if own else torch.ones(2), "alias": alias}
+        hvd.broadcast_optimizer_state(optimizer)
+        assert params[0].tolist() == [1.0] * 3
+        return [[each.tolist() for each in optimizer.state[param].values()] for param in params]
+
+    outcomes = run_worlds(2, rank)
+    assert outcomes[0] == outcomes[1] == [[[float(n)] * 3, [1.0] * 2, [7.0] * 3] for n in range(2)]
