@@ -142,7 +142,7 @@ def measure(store: Store, rank: int, peer: int, patience_s: float) -> float:
         return make_gloo(PrefixStore("gloo", shared), own, 2, timedelta(seconds=_TRY_S), connections)
 
     group, _ = open_proven(make, lambda group: group.shutdown(), ranks, "link")
-    number = torch.zeros(1)
+    number = torch.zeros(1, dtype=torch.float32, device="cpu")
     times_s = []
     for _ in range(_WARM_UPS + _TRIPS):
         begun = time.perf_counter()

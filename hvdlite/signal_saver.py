@@ -81,7 +81,7 @@ class SignalSaver:
             self._asked, self._wanted = None, 0
             self._save_and_stop()
             return True
-        wanted = torch.tensor([self._wanted], dtype=torch.int32)
+        wanted = torch.tensor([self._wanted], dtype=torch.int32, device="cpu")
         self._asked = current_world(), allreduce_async(wanted, name=_NAME, op=Max)
         return False
 

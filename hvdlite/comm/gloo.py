@@ -196,7 +196,7 @@ def _make_device(interface: str, connections: Connections) -> dist.ProcessGroupG
 def _prove(group: Any, ranks: ConnectingRanks, label: str) -> None:
     own, others = ranks.rank, range(ranks.size)
     signatures = b"".join(ranks.signer.sign("gloo", label, own, other) for other in others)
-    received = torch.zeros(ranks.size * TAG_BYTES, dtype=torch.uint8)
+    received = torch.zeros(ranks.size * TAG_BYTES, dtype=torch.uint8, device="cpu")
     counts = [TAG_BYTES] * ranks.size
     patience_s = _PROOF_S + _PROOF_S_PER_RANK * ranks.size
     options = AllToAllOptions()
@@ -311,7 +311,7 @@ def _time_out(group: Any, others: Sequence[int]) -> None:
     for tag in range(len(_interfaces())):  # a message's tag chooses the device
         for other in others:
             with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], other, tag).wait(_AT_ONCE)
+                group.recv([torch.empty(1, dtype=torch.float32, device="cpu")], other, tag).wait(_AT_ONCE)
 
 
 class _ListenerFilter:

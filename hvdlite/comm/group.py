@@ -337,7 +337,7 @@ class Group:
         first.
         """
         if counts is None:
-            sizes = self._all_gather_even(torch.tensor([tensor.nbytes], dtype=torch.int64), what)
+            sizes = self._all_gather_even(torch.tensor([tensor.nbytes], dtype=torch.int64, device="cpu"), what)
             counts = [int(size.item()) for size in sizes]
         parts, work = self.begin_all_gather(tensor, what, counts)
         work.wait()
@@ -438,7 +438,11 @@ class Group:
                     f"{what} failed on {self.describe_rank(self.rank)}: {self.describe_rank(group_rank)} sends "
                     f"{length} bytes, more than the limit of {at_most_bytes}"
                 )
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        mine = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if data
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         parts = self.all_gather(mine, what, [length for length, _ in read])
         digests = [its_digest for _, its_digest in read]
         return [self._checked(parts[rank], digests[rank], rank, what) for rank in range(self.size)]
@@ -450,15 +454,15 @@ class Group:
         """
         self._signed_count += 1
         header_bytes = _LENGTH_BYTES + 2 * TAG_BYTES
-        header = torch.empty(header_bytes, dtype=torch.uint8)
-        wire = torch.empty(0, dtype=torch.uint8)
+        header = torch.empty(header_bytes, dtype=torch.uint8, device="cpu")
+        wire = torch.empty(0, dtype=torch.uint8, device="cpu")
         if data is not None:
             header = torch.frombuffer(bytearray(self._sign_header(data, root, what)), dtype=torch.uint8)
             wire = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else wire
         self.broadcast(header, root, what).wait()
         length, expected = self._read_header(bytes(header.tolist()), root, what)
         if data is None:
-            wire = torch.empty(length, dtype=torch.uint8)
+            wire = torch.empty(length, dtype=torch.uint8, device="cpu")
         if length:
             self.broadcast(wire, root, what).wait()
         return self._checked(wire, expected, root, what)

@@ -297,7 +297,7 @@ class _Shards:
             # Drop a piece that is too small: a larger one replaces it.
             memory = self._free.pop(min(at, len(self._free) - 1)) if self._free else None
         if memory is None or memory.numel() < nbytes:
-            memory = torch.empty(nbytes, dtype=torch.uint8)
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return memory[:nbytes].view(like.dtype)
 
     def give_back(self, shard: Tensor) -> None:

@@ -161,7 +161,7 @@ def fastest(engines: Sequence[Engine], group: Group, device: torch.device) -> in
 def _median_s(engine: Engine, numel_bytes: int, device: torch.device) -> float:
     from statistics import median  # noqa: PLC0415  # takes 10 ms to import, and most jobs never measure
 
-    tensor = torch.zeros(numel_bytes // 4, device=device)
+    tensor = torch.zeros(numel_bytes // 4, device=device, dtype=torch.float32)
     return median([_seconds_of_one(engine, tensor) for _ in range(_WARM_UP + _TRIALS)][_WARM_UP:])
 
 

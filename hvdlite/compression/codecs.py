@@ -31,7 +31,7 @@ _PIECE, _PIECE_OF_ONE_THREAD = 32 * 1024, 64 * 1024
 _MOST = torch.finfo(torch.float32).max
 
 # With a Python number a product takes longer.
-_SIXTEENTH = torch.tensor(1 / 16, device="cpu")
+_SIXTEENTH = torch.tensor(1 / 16, device="cpu", dtype=torch.float32)
 
 
 class Codec(ABC):

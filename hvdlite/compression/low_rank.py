@@ -51,7 +51,7 @@ class LowRank:
 def seeded(name: str, rank: int, cols: int) -> Tensor:
     """Returns the first Qᵀ of the parameter with this name: normally distributed, in float32 and on the CPU."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randn(rank, cols, generator=generator)
+    return torch.randn(rank, cols, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def orthonormal(batch: Sequence[Tensor]) -> list[Tensor]:

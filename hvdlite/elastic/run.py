@@ -144,7 +144,7 @@ def _must_sync(needs_sync: bool) -> bool:
     if world.seat is None:
         return needs_sync
     is_first = world.topology.rank == 0
-    own = torch.tensor([needs_sync, has_state(), has_state() and is_first], dtype=torch.int64)
+    own = torch.tensor([needs_sync, has_state(), has_state() and is_first], dtype=torch.int64, device="cpu")
     any_needs_sync, any_has_state, first_has_state = allreduce(own, op=Max, name="hvd.elastic.run").tolist()
     if not any_has_state:
         # What the program has made would begin the training anew, and overwrite its checkpoints.

@@ -114,7 +114,9 @@ class SparseAllreduce(Collective):
         )
         if self._reduction.op is Average:
             average(values, execution.divisor)
-        return torch.sparse_coo_tensor(indices.t(), values, self.sources[0].shape, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            indices.t(), values, self.sources[0].shape, check_invariants=False, dtype=values.dtype, device=values.device
+        )
 
 
 def stand_in(kind: Kind, same: Mapping[str, Any]) -> Run:

@@ -36,7 +36,9 @@ def raise_together(
             raise failure
         return list(counts)
     mark = zlib.crc32(layout.encode()) >> (32 - _PRINT_BITS)
-    sums_of_ranks = torch.tensor([*counts, int(failure is not None), mark, mark * mark], dtype=torch.int64)
+    sums_of_ranks = torch.tensor(
+        [*counts, int(failure is not None), mark, mark * mark], dtype=torch.int64, device="cpu"
+    )
     group.all_reduce(sums_of_ranks, f"the check before {what}").wait()
     *sums, failed, marks, squares = sums_of_ranks.tolist()
     # The variance of the marks is 0 only if all are equal.

@@ -162,7 +162,7 @@ def measure(
 
     def slowest(own_s: float) -> float:
         """Returns the maximum over all ranks. Waits for them."""
-        wire = torch.tensor([own_s], dtype=torch.float64)
+        wire = torch.tensor([own_s], dtype=torch.float64, device="cpu")
         group.all_reduce(wire, "comparing times for autotune", Max).wait()
         return float(wire.item())
 

@@ -141,7 +141,7 @@ class CompressedAllReduce(Exchange):
         tail = as_real(gradients.counts)
         counts = [int(count) for count in tail.tolist()]
         sums = raise_together(links.all, pack.failure, what, layout=pack.layout, counts=counts)
-        tail.copy_(torch.tensor(sums))
+        tail.copy_(torch.tensor(sums, dtype=torch.int64, device="cpu"))
         divisor = int(ParticipantCount(presence_of(gradients.plan, gradients.counts), links.all.size))
         flats = list(pack.flats())
         underway = [self._reduction.begin(links.all, flat, counts, divisor, what) for flat, counts, _ in flats]

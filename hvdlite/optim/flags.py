@@ -52,7 +52,7 @@ class Flags:
         self._usual: Tensor | None = None
         # The last flags that `_write` wrote, and the same as a tensor on the bucket's device.
         self._written: tuple[int, ...] = ()
-        self._there = torch.empty(0)
+        self._there = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def write_usual(self, tail: Tensor) -> None:
         """Writes the flags of a rank that has every gradient, all dense. Copies on the device, so it does not wait."""
@@ -126,7 +126,7 @@ class ParticipantCount:
     @classmethod
     def of_all(cls, size: int) -> ParticipantCount:
         """Returns the count for a step in which all ``size`` ranks take part."""
-        return cls(torch.tensor([0, size]), size)
+        return cls(torch.tensor([0, size], dtype=torch.int64, device="cpu"), size)
 
     @property
     def active(self) -> int:

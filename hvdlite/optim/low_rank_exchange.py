@@ -106,7 +106,9 @@ class LowRankExchange(BetweenHosts):
             what = f"the Q of the {plan.describe()}"
             bounds = self._bounds(plan, within[1])
             mine = {each.name for each in self._parameters(plan, bounds[within[0]], bounds[within[0] + 1])}
-            made = torch.tensor([self._steps.get(piece.spec.name, 0) for piece in plan.slices])
+            made = torch.tensor(
+                [self._steps.get(piece.spec.name, 0) for piece in plan.slices], dtype=torch.int64, device="cpu"
+            )
             links.all.all_reduce(made, what, Max).wait()
             steps.update({piece.spec.name: int(n) for piece, n in zip(plan.slices, made.tolist(), strict=True) if n})
             for each in self._parameters(plan, 0, bounds[-1]):
@@ -135,7 +137,7 @@ class LowRankExchange(BetweenHosts):
         within = links.legs[0].within
         bounds = self._bounds(plan, within.size)
         own = self._parameters(plan, bounds[within.rank], bounds[within.rank + 1])
-        asked = torch.full((within.size, 4), _SILENT, device=plan.device)
+        asked = torch.full((within.size, 4), _SILENT, device=plan.device, dtype=torch.int64)
         if own:
             first = own[0].name
             if first not in self._marks:
@@ -144,7 +146,7 @@ class LowRankExchange(BetweenHosts):
                     b"".join(bytes(each.view(-1).view(torch.uint8).tolist()) for each in known)
                 )
             step, mark = self._steps.get(first, 0), self._marks[first]
-            asked[within.rank] = torch.tensor([step, -step, mark, -mark])
+            asked[within.rank] = torch.tensor([step, -step, mark, -mark], dtype=torch.int64, device="cpu")
         return Beside(asked, links.all.all_reduce(asked, f"the steps of {what}", Max))
 
     def _between(self, shard: Shard, links: Links, what: str) -> Iterator[Work]:

@@ -242,7 +242,9 @@ class OuterSteps:
         which = f"fragment {fragment + 1} of {rule.fragments}, step {self._steps}, {self._trace.optimizer}"
         what = f"the average of the outer gradients of {names} ({which})"
         counts, counting = links.all.begin_all_gather(
-            torch.tensor([self._steps, self._calls]), f"the step counts before {what}", [_COUNT_BYTES] * links.all.size
+            torch.tensor([self._steps, self._calls], dtype=torch.int64, device="cpu"),
+            f"the step counts before {what}",
+            [_COUNT_BYTES] * links.all.size,
         )
         across = [leg.across for leg in links.legs]
 

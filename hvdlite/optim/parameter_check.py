@@ -75,13 +75,13 @@ class ParameterCheck:
             if self._steps_left is not None:
                 self._steps_left -= 1
             return
-        self._extremes = torch.tensor([_LEAST, _LEAST], device="cpu")
+        self._extremes = torch.tensor([_LEAST, _LEAST], device="cpu", dtype=torch.int64)
         self._own = []
         if takes_part:
             self._own = fingerprints([param for _, param in self._params])
             mine = int.from_bytes(digest(repr(self._own).encode())[:_WORD_BYTES], "big", signed=True)
             # The maximum of the complements is the complement of the minimum.
-            self._extremes = torch.tensor([mine, ~mine], device="cpu")
+            self._extremes = torch.tensor([mine, ~mine], device="cpu", dtype=torch.int64)
 
     def send(self, group: Group) -> None:
         """Launches the all-reduce that compares the fingerprints, without waiting for it."""
@@ -181,7 +181,7 @@ class _Scratch:
     """Hashes chunks on one device, in memory that is used for all of them: fresh pages would cost more than hashing."""
 
     def __init__(self, device: torch.device) -> None:
-        self._words = torch.arange(1, _CHUNK_WORDS + 1, device=device)
+        self._words = torch.arange(1, _CHUNK_WORDS + 1, device=device, dtype=torch.int64)
         self._shifted = torch.empty_like(self._words)
         self._keys = self._mix(self._words.mul_(_PLACES)).clone()
 

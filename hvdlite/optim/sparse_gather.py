@@ -85,7 +85,9 @@ class SparseGather:
         own = [None if gradient.grad is None else plain_tensor(gradient.grad.coalesce()) for gradient in gradients]
         # For each gradient: its number of sparse dimensions (-1 without a gradient), and of rows.
         sizes = torch.tensor(
-            [(-1, 0) if grad is None else (grad.sparse_dim(), grad._nnz()) for grad in own], device="cpu"
+            [(-1, 0) if grad is None else (grad.sparse_dim(), grad._nnz()) for grad in own],
+            device="cpu",
+            dtype=torch.int64,
         )
         parts = group.all_gather(sizes, _describe(gradients, optimizer), [sizes.nbytes] * group.size)
         of_all_ranks = [part.view(sizes.dtype).view(sizes.shape).tolist() for part in parts]
@@ -118,7 +120,9 @@ class SparseGather:
         joined = gather.finish()
         for rows, indices, values in zip(batch, joined[::2], joined[1::2], strict=True):
             param = rows.gradient.param
-            total = torch.sparse_coo_tensor(indices.t(), values, param.shape, check_invariants=False).coalesce()
+            total = torch.sparse_coo_tensor(
+                indices.t(), values, param.shape, check_invariants=False, dtype=values.dtype, device=values.device
+            ).coalesce()
             # `coalesce` has added up rows with the same index.
             scaling = self._settings.scaling_of_wire(param.dtype.to_real(), len(rows.counts))
             scaling.finish(as_real(total._values()).view(-1), count)

@@ -104,7 +104,7 @@ class StepDeltas:
 
     def _count(self, own: Sequence[int]) -> list[int]:
         """Returns the element-wise sums over all ranks. Waits for them."""
-        counts = torch.tensor(own, dtype=torch.int32)
+        counts = torch.tensor(own, dtype=torch.int32, device="cpu")
         if self._size > 1:
             links = self._connect()
             links.all.all_reduce(counts, f"an {self._exchange.word} step of {self._trace.optimizer}").wait()

@@ -205,7 +205,7 @@ class SurvivingSteps:
                     # So far only the stream waits for the averages.
                     links.all.require_ended(what)
                 is_complete = True
-                links.all.all_reduce(torch.ones(1, dtype=torch.int32), what).wait()
+                links.all.all_reduce(torch.ones(1, dtype=torch.int32, device="cpu"), what).wait()
             except CommunicationError as error:
                 # Functions that adapt to the new world may already connect to it.
                 mark_now, exchange_now = step.mark(), self._state_of_exchange() if is_complete else {}

@@ -23,7 +23,7 @@ from .flags import ParticipantCount, RankAndSize
 # The elements of a bucket for one rank's n, of 8 bits each, which bfloat16 holds exactly.
 _DIGITS = 5
 _BASE = 256
-_POWERS = torch.tensor([float(_BASE**digit) for digit in range(_DIGITS)], dtype=torch.float64)
+_POWERS = torch.tensor([float(_BASE**digit) for digit in range(_DIGITS)], dtype=torch.float64, device="cpu")
 
 MOST_PER_STEP = _BASE**_DIGITS - 3
 """The largest sum of n of one rank in a step."""

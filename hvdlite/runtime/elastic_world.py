@@ -156,4 +156,4 @@ def _import_for_optimizers() -> None:
 
     That takes seconds, in which the other ranks of an elastic job would wait for a worker that joins them.
     """
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], lr=0.0)

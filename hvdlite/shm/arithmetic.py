@@ -133,7 +133,7 @@ class Arithmetic:
     def _memory(self, dtype: torch.dtype, numel: int, number: int = 0) -> Tensor:
         while len(self._scratch) <= number or self._scratch[number].numel() < numel:
             del self._scratch[number:]
-            self._scratch.append(torch.empty(numel, dtype=dtype))
+            self._scratch.append(torch.empty(numel, dtype=dtype, device="cpu"))
         return self._scratch[number][:numel]
 
 
@@ -141,7 +141,7 @@ _LOWEST = -(2**63)
 
 
 def _scalar(value: float) -> Tensor:
-    return torch.tensor(float(value), dtype=torch.float64)
+    return torch.tensor(float(value), dtype=torch.float64, device="cpu")
 
 
 def factor_of(op: dist.ReduceOp) -> float | None:

@@ -127,7 +127,7 @@ class AllToAll:
         self._parts = parts
         self._cell_bytes = cell_bytes(operation.peers.size)
         # The sizes in bytes of the parts, then of the outputs.
-        self._sizes = torch.tensor([side.numel() for side in (*parts, *outputs)], dtype=torch.int64)
+        self._sizes = torch.tensor([side.numel() for side in (*parts, *outputs)], dtype=torch.int64, device="cpu")
 
     def begin(self) -> bool:
         return False

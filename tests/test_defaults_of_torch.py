@@ -1,0 +1,34 @@
+"""The library's own tensors depend on neither `torch.set_default_device` nor `torch.set_default_dtype`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from torch.utils._device import _device_constructors
+
+import hvdlite
+
+# The program's numbers, whose dtype is what is looked at.
+EXCEPTIONS = {("ops/alltoall.py", "torch.tensor(splits, device='cpu')")}
+
+
+def test_every_tensor_that_the_library_makes_names_its_device_and_dtype():
+    makers = {function.__name__ for function in _device_constructors()}
+    root = Path(hvdlite.__file__).parent
+    without, seen = [], 0
+    for path in sorted(root.rglob("*.py")):
+        module = str(path.relative_to(root))
+        if module.startswith("bench/"):
+            continue  # programs of their own
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "torch":
+                assert not makers & {alias.name for alias in node.names}, f"{module}: write torch.{node.names[0].name}"
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in {f"torch.{name}" for name in makers}:
+                continue
+            seen += 1
+            given = {keyword.arg for keyword in node.keywords}
+            if not {"device", "dtype"} <= given and (module, ast.unparse(node)) not in EXCEPTIONS:
+                without.append(f"hvdlite/{module}:{node.lineno}: {ast.unparse(node)}")
+    assert not without, "name device= and dtype= in\n" + "\n".join(without)
+    assert seen > 50
