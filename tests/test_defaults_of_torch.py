@@ -5,7 +5,11 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+import torch
+from every_call import run_all
 from torch.utils._device import _device_constructors
+from worlds import run_worlds
 
 import hvdlite
 
@@ -32,3 +36,21 @@ def test_every_tensor_that_the_library_makes_names_its_device_and_dtype():
                 without.append(f"hvdlite/{module}:{node.lineno}: {ast.unparse(node)}")
     assert not without, "name device= and dtype= in\n" + "\n".join(without)
     assert seen > 50
+
+
+@pytest.mark.parametrize("engine", ["gloo", "shared memory"])
+def test_everything_works_with_the_meta_device_as_default(engine, tmp_path):
+    def rank(own: int) -> None:
+        with torch.device("meta"):
+            run_all(tmp_path)
+
+    run_worlds(2, rank, engine=engine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_everything_works_with_another_default_dtype(dtype, tmp_path):
+    torch.set_default_dtype(dtype)
+    try:
+        run_worlds(2, lambda own: run_all(tmp_path))
+    finally:
+        torch.set_default_dtype(torch.float32)
