@@ -226,8 +226,8 @@ def step_s(specs: Sequence[ParamSpec], plans: Sequence[BucketPlan], line_of: Map
 
 
 def _travelling(specs: Sequence[ParamSpec], cap_bytes: int, groups: Sequence[Sequence[str]] = ()) -> list[BucketPlan]:
-    """Plans buckets, and returns those that are sent in every step (not the sleeping ones)."""
-    return [plan for plan in plan_buckets(specs, cap_bytes=cap_bytes, groups=groups) if not plan.asleep]
+    """Plans buckets, and returns those that are sent in every step (not those of frozen parameters)."""
+    return [plan for plan in plan_buckets(specs, cap_bytes=cap_bytes, groups=groups) if not plan.is_frozen]
 
 
 def _conclude(

@@ -11,13 +11,13 @@ a bucket, seals it, and passes it to an `exchange`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .flags import TAKES_PART, Flags, ParticipantCount, RankAndSize, presence_of
+from .flags import TAKES_PART, Flags, ParticipantCount, RankAndSize, SliceFlags, presence_of
 from .gradient_state import GradientState, changed_too_early, misfit
 from .plan import BucketPlan
 from .weights import Weights
@@ -59,14 +59,20 @@ class Bucket:
         self._allocate = memory
         # The factor that gradients are multiplied by before they are sent.
         self._scale = scale
-        self.asleep = plan.asleep
-        # The sleeping buckets that this bucket's flags can wake.
-        self.sleepers: list[Bucket] = []
+        # The bucket of which this is a further round; else itself.
+        self.home = self
+        # Whether it is sent in every step, even if all of its parameters are frozen.
+        self.is_first = False
         # What is sent with the first bucket.
         self.weights: Weights | None = None
         # Whether sparse gradients are sent as dense ones. If not, `sparse_gather` averages them.
         self._densify = densify
         self.states = [GradientState(self, piece, param) for piece, param in zip(plan.slices, params, strict=True)]
+        # Of these, in this step and in the next: see `GradientState.frozen`.
+        self.frozen = [state for state in self.states if state.frozen]
+        self._frozen_next = self.frozen
+        # In this step: whether it takes no more gradients, since it was sent, or will not be.
+        self._is_sent = False
         self._memory: BucketMemory | None = None
         self._flags = Flags(plan, ranks)
         # The buffer's `Tensor._version` after hvdlite's last write. If it differs later, the user has changed a
@@ -122,13 +128,39 @@ class Bucket:
             if grad is not None and grad.layout is torch.strided and grad.is_set_to(self._view_of(state)):
                 state.param.grad = state.view
 
+    @property
+    def asleep(self) -> bool:
+        """Whether it is not sent in this step: all parameters are frozen on all ranks. What comes is late."""
+        return len(self.frozen) == len(self.states) and not self.is_first
+
+    def freeze(self, names: Container[str]) -> None:
+        """Sets which parameters no rank has trained in the last step. Every rank must set the same."""
+        for state in self.states:
+            state.frozen = state.name in names
+            state.awaited = True
+        self.frozen = self._frozen_next = [state for state in self.states if state.frozen]
+
+    def thaw(self, states: Collection[GradientState]) -> None:
+        """Makes the next step wait for these parameters."""
+        self._frozen_next = [state for state in self._frozen_next if state not in states]
+
     def expect(self) -> None:
-        """Starts a step, in which the bucket waits for every parameter that requires a gradient now."""
+        """Starts a step, in which the bucket waits for every gradient but those of parameters frozen on all ranks.
+
+        It waits for one of these too if the parameter requires a gradient now. It could not wait less: a parameter may
+        be unfrozen later in the step, and only of these do all ranks know that they may have to send a further round.
+        """
         self._version = None
         self._is_wanted = True
         self._presence = TAKES_PART
-        self._missing = sum([state.param.requires_grad for state in self.states])
+        if self._frozen_next != self.frozen:
+            self.freeze({state.name for state in self._frozen_next})
+        self._missing = len(self.states)
+        for state in self.frozen:
+            state.awaited = state.param.requires_grad
+            self._missing -= not state.awaited
         self.is_full = self._missing == 0
+        self._is_sent = self.asleep
         self._dense = self._scaled = 0
         self.full_since_ns = None
 
@@ -144,9 +176,12 @@ class Bucket:
         """
         # Runs for every parameter in every pass, so it is one function without avoidable calls.
         param = state.param
-        grad, view = param.grad, state.view
-        if view is None:
-            view = self._view_of(state)
+        if self._is_sent:
+            # Engines read the buffer, and it has no memory if it sleeps.
+            state.held = param.grad
+            state.late, state.ready = True, last_pass
+            return False
+        grad, view = param.grad, self._view_of(state) if state.view is None else state.view
         is_dense = True
         if grad is view:
             pass  # autograd has added to the view in place
@@ -166,23 +201,32 @@ class Bucket:
         else:
             is_dense = False
             state.sparse = grad is not None
+        state.held = param.grad
         if is_dense and (last_pass or self._version is not None):
             self._version = view._version
         if not last_pass:
             return False
         state.ready = True
         self._dense += is_dense
-        self._missing -= param.requires_grad
+        if not state.awaited:
+            return False
+        self._missing -= 1
         self.is_full = self._missing == 0
-        if not self.is_full or not param.requires_grad:
+        if not self.is_full:
             return False
         self.full_since_ns = time.monotonic_ns()
         return True
 
     def _view_of(self, state: GradientState) -> Tensor:
-        assert self.memory is not None, "it is taken when it is asked for"  # the access allocates, which sets the view
+        if state.view is None:
+            self.use(self._allocate(self.plan.numel, self.plan.dtype, self.plan.device))
         assert state.view is not None, "the memory sets the views"
         return state.view
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether it may be sent during backward: it is full, and autograd would add to nothing that it holds."""
+        return self.is_full and all(state.ready or state.param.grad is None for state in self.frozen)
 
     def seal(self, *, leave_scale: bool) -> tuple[BucketMemory, float]:
         """Makes the buffer ready to send: zeros for missing gradients, and this rank's flags.
@@ -192,22 +236,25 @@ class Bucket:
         """
         memory = self.memory
         if self._presence != TAKES_PART:
+            self._is_sent = True
             memory.flat.zero_()
-            self._flags.write_presence(memory.flags, self._presence)
+            trained = [state.param.requires_grad for state in self.states]
+            self._flags.write_presence(memory.flags, self._presence, trained)
             return memory, 1.0
         self.require_untouched()
         is_complete = self.is_complete
         used = [True] * len(self.states) if is_complete else [self._fill(state) for state in self.states]
         scale_left = 1.0 if self._scale == 1.0 else self._scale_rest(leave_scale)
-        if self.sleepers or not is_complete:
-            sparse = [state.ready and state.sparse for state in self.states]
-            wake = [sleeper.asleep and sleeper.needed for sleeper in self.sleepers]
-            self._flags.write(memory.flags, used, sparse, wake)
-        else:
+        if is_complete:
             self._flags.write_usual(memory.flags)
+        else:
+            sparse = [state.ready and state.sparse for state in self.states]
+            trained = [state.ready or state.param.requires_grad for state in self.states]
+            self._flags.write(memory.flags, used, sparse, trained)
         if self.weights is not None:
             self.weights.write(memory.weights)
         self._version = memory.flat._version
+        self._is_sent = True
         return memory, scale_left
 
     def views(self) -> list[Tensor]:
@@ -279,7 +326,7 @@ class Bucket:
             return
         self.require_untouched()
         for state in self.states:
-            if state.param.grad is not state.view and state.ready and not state.sparse:
+            if state.param.grad is not state.view and state.ready and not (state.sparse or state.late):
                 how = "set to None" if state.param.grad is None else "replaced"
                 raise changed_too_early(f"the gradient of {state.name} was {how}", state.param)
 
@@ -319,27 +366,57 @@ class Bucket:
         return 1.0
 
     @property
-    def needed(self) -> bool:
-        """Whether this rank has, or will have, a gradient for this bucket in this step."""
-        return any(state.param.requires_grad or state.param.grad is not None for state in self.states)
-
-    @property
     def is_complete(self) -> bool:
         """Whether this rank has a dense gradient in every slice. If so, it need not read the other ranks' flags."""
         return self._dense == len(self.states)
 
-    def read_flags(self, *, alone: bool) -> list[tuple[GradientState, bool, bool]]:
-        """Returns (state, used by any rank, sparse on any rank) for each parameter. Call it after the all-reduce.
+    def read_flags(self, *, alone: bool) -> list[tuple[GradientState, SliceFlags]]:
+        """Returns the flags of all ranks for each parameter; nothing if this rank `is_complete`, and need not know.
 
-        On a GPU this waits for the device, unless this rank is ``alone``, so call it only where it is needed.
+        Call it after the all-reduce: it notes what no rank trains. On a GPU this waits for the device, unless this rank
+        is ``alone``.
         """
-        flags = self._flags.read(self.memory.flags, alone=alone)
-        return [(state, *used_and_sparse) for state, used_and_sparse in zip(self.states, flags, strict=True)]
+        if self.is_complete:
+            if self.frozen:
+                self._frozen_next = []
+            return []
+        flags = list(zip(self.states, self._flags.read(self.memory.flags, alone=alone), strict=True))
+        self._frozen_next = [state for state, of_all in flags if not of_all.trained]
+        return flags
 
-    def read_wake(self, *, alone: bool) -> list[bool]:
-        """Returns which of the `sleepers` some rank needs. Call it after the all-reduce; waits like `read_flags`."""
-        return self._flags.read_wake(self.memory.flags, alone=alone)
+    def late_gradients(self) -> dict[str, Tensor]:
+        """Takes the gradients that have come after this was sent off their parameters; returns them by name."""
+        late = {}
+        for state in self.frozen:
+            grad = state.param.grad
+            # Also one that the user has set, of which autograd told nothing.
+            if grad is not None and (state.late or not state.ready):
+                late[state.name] = grad
+                state.param.grad = state.held = None
+                state.late = state.ready = state.sparse = False
+        return late
+
+    def further(self, late: Mapping[str, Tensor]) -> Bucket:
+        """Returns a bucket of the same parameters for another round in this step, with these gradients alone.
+
+        Its parameters are stand-ins in the same memory, whose gradients are then those of the round.
+        """
+        params = [state.param.detach() for state in self.states]
+        for state, param in zip(self.states, params, strict=True):
+            param.grad = late.get(state.name)
+        bucket = Bucket(
+            self.plan, params, ranks=self._flags.ranks, scale=self._scale, densify=self._densify, memory=_plain_memory
+        )
+        bucket.home = self
+        bucket.is_first = True
+        bucket.expect()
+        bucket._is_wanted, bucket._presence = self._is_wanted, self._presence
+        return bucket
 
     def count(self, size: int) -> ParticipantCount:
         """Returns how many of ``size`` ranks took part. Read it only after the flags are summed over all ranks."""
         return ParticipantCount(presence_of(self.plan, self.memory.flags), size)
+
+
+def _plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)

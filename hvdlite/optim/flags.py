@@ -1,13 +1,14 @@
 """
 Flags at the end of a bucket's flat buffer: which parameters were used, and how many ranks take part in the step.
 
-    per slice: used, sparse │ ranks not in the divisor │ participants, per block of ranks │ sleeping buckets: needed
+    per slice: used, sparse, trained │ ranks not in the divisor │ participants, per block of ranks
 
 (Behind them the first bucket has the elements of `weights`.) `bucket` writes and reads them; `plan` says at which
 offsets they are. A rank writes 1 or 0 into each. They are summed with the gradients, and then hold the number of ranks
-that wrote 1. Only one of these numbers must be exact: how many ranks take part. Of the others it matters whether they
-are 0. To be exact in any dtype of a bucket, that number is split: each element counts one block of at most
-`RANKS_PER_COUNT` ranks. So no extra collective is needed.
+that wrote 1. A rank trains a parameter if it has a gradient of it, or if the parameter requires one: what no rank
+trains is not waited for in the next step. Only one of these numbers must be exact: how many ranks take part. Of the
+others it matters whether they are 0. To be exact in any dtype of a bucket, that number is split: each element counts
+one block of at most `RANKS_PER_COUNT` ranks. So no extra collective is needed.
 
 Reading the flags on a GPU waits for the device, except on a rank that is alone. Writing them waits too, if they differ
 from those of the step before.
@@ -17,17 +18,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .plan import BucketPlan
+from .plan import FLAGS_PER_SLICE, BucketPlan
 
 RANKS_PER_COUNT = 128
 """The ranks that one element counts. Whole numbers are exact up to 256 in bfloat16 and up to 2048 in float16."""
 
 # The presence of a rank that takes part: (sits out and does not count, takes part).
 TAKES_PART = (0, 1)
+
+
+class SliceFlags(NamedTuple):
+    """Whether any rank has a gradient for a slice, has a sparse one, and trains the parameter."""
+
+    used: bool
+    sparse: bool
+    trained: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +58,7 @@ class Flags:
 
     def __init__(self, plan: BucketPlan, ranks: RankAndSize) -> None:
         self._plan = plan
-        self._ranks = ranks
+        self.ranks = ranks
         self._usual: Tensor | None = None
         # The last flags that `_write` wrote, and the same as a tensor on the bucket's device.
         self._written: tuple[int, ...] = ()
@@ -58,23 +68,23 @@ class Flags:
         """Writes the flags of a rank that has every gradient, all dense. Copies on the device, so it does not wait."""
         if self._usual is None:
             count = len(self._plan.slices)
-            flags = [1] * count + [0] * count + self._presence_of(TAKES_PART)
+            flags = [1] * count + [0] * count + [1] * count + self._presence_of(TAKES_PART)
             self._usual = torch.tensor(flags, dtype=tail.dtype, device=tail.device)
         tail.copy_(self._usual)
 
-    def write(self, tail: Tensor, used: Sequence[bool], sparse: Sequence[bool], wake: Sequence[bool]) -> None:
-        """Writes which gradients this rank has, which of them are sparse, and which sleeping buckets it needs."""
-        self._write(tail, (*used, *sparse, *self._presence_of(TAKES_PART), *wake))
+    def write(self, tail: Tensor, used: Sequence[bool], sparse: Sequence[bool], trained: Sequence[bool]) -> None:
+        """Writes which gradients this rank has, which of them are sparse, and which parameters it trains."""
+        self._write(tail, (*used, *sparse, *trained, *self._presence_of(TAKES_PART)))
 
-    def write_presence(self, tail: Tensor, presence: tuple[int, int]) -> None:
-        """Writes the flags of a rank without gradients, with this ``presence``."""
+    def write_presence(self, tail: Tensor, presence: tuple[int, int], trained: Sequence[bool]) -> None:
+        """Writes the flags of a rank without gradients, with this ``presence``, and which parameters it trains."""
         unused = [0] * 2 * len(self._plan.slices)
-        self._write(tail, (*unused, *self._presence_of(presence), *[0] * self._plan.wake_slots))
+        self._write(tail, (*unused, *trained, *self._presence_of(presence)))
 
     def _presence_of(self, presence: tuple[int, int]) -> list[int]:
         left_out, takes_part = presence
         counts = [0] * self._plan.count_slots
-        counts[self._ranks.rank // RANKS_PER_COUNT] = takes_part
+        counts[self.ranks.rank // RANKS_PER_COUNT] = takes_part
         return [left_out, *counts]
 
     def _write(self, tail: Tensor, flags: tuple[int, ...]) -> None:
@@ -83,25 +93,19 @@ class Flags:
             self._there = torch.tensor(flags, dtype=tail.dtype, device=tail.device)
         tail.copy_(self._there)
 
-    def read(self, tail: Tensor, *, alone: bool) -> list[tuple[bool, bool]]:
-        """Returns for every slice whether any rank used it, and whether any had it sparse.
+    def read(self, tail: Tensor, *, alone: bool) -> list[SliceFlags]:
+        """Returns the flags of every slice, of all ranks.
 
         ``alone`` is for a single rank: it returns what `write` wrote, without waiting for the device.
         """
         count = len(self._plan.slices)
         flags = self._written if alone else tail.abs().tolist()
-        return [(flags[i] > 0, flags[count + i] > 0) for i in range(count)]
-
-    def read_wake(self, tail: Tensor, *, alone: bool) -> list[bool]:
-        """Returns which sleeping buckets some rank needs; ``alone`` as in `read`."""
-        flags = self._written if alone else tail.abs().tolist()
-        start = self._plan.wake_start - self._plan.grad_numel
-        return [value > 0 for value in flags[start : start + self._plan.wake_slots]]
+        return [SliceFlags(*(value > 0 for value in flags[i : 3 * count : count])) for i in range(count)]
 
 
 def presence_of(plan: BucketPlan, tail: Tensor) -> Tensor:
     """Returns the elements that count ranks, for a `ParticipantCount`: first the uncounted ones, then one per block."""
-    start = 2 * len(plan.slices)
+    start = FLAGS_PER_SLICE * len(plan.slices)
     counts = tail[start : start + 1 + plan.count_slots]
     return counts.real if counts.is_complex() else counts
 

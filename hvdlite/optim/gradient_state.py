@@ -31,17 +31,27 @@ class Home(Protocol):
 class GradientState:
     """One parameter's home and slice of a bucket, and the progress of its gradient in this step."""
 
-    __slots__ = ("fresh", "home", "name", "param", "passes", "piece", "ready", "scaled", "sparse", "view")
+    __slots__ = (
+        "awaited", "fresh", "frozen", "held", "home", "late", "name", "param", "passes", "piece", "ready", "scaled",
+        "sparse", "view",
+    )  # fmt: skip
 
     def __init__(self, home: Home, piece: Slice, param: Tensor) -> None:
         self.home = home
         self.piece = piece
         self.name = piece.spec.name
         self.param = param
-        # The view of the bucket's buffer that `param.grad` is set to, once the bucket has memory. Outside of buckets:
-        # the gradient as `InPlaceHome` last saw it.
+        # The view of the bucket's buffer that `param.grad` is set to, once the bucket has memory.
         self.view: Tensor | None = None
+        # In this step: `param.grad` as its home has left it. Autograd adds to it in place, or the user has dropped it.
+        self.held: Tensor | None = None
         self.passes = 0
+        # Whether no rank trained the parameter in the last step. Equal on all ranks.
+        self.frozen = not self.piece.spec.trainable
+        # Whether the bucket waits for the gradient in this step before it is sent during backward.
+        self.awaited = True
+        # Whether the gradient has come after the bucket was sent, and so waits in `param.grad` for a further round.
+        self.late = False
         # Whether the gradient is complete for this step.
         self.ready = False
         self.sparse = False

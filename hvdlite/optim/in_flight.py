@@ -24,6 +24,7 @@ from .bucket import Bucket
 from .builtin_exchanges import as_real
 from .exchange import Exchange, Gradients, Links
 from .flags import ParticipantCount, presence_of
+from .further_rounds import FurtherRounds
 from .parameter_check import ParameterCheck
 from .plan import BucketPlan
 from .step_trace import BucketTrace, StepTrace, captures
@@ -140,7 +141,7 @@ class InFlight:
 
 
 class BucketQueue:
-    """Launches the buckets of a step in plan order, waits for them in that order, and wakes sleeping buckets.
+    """Launches the buckets of a step in plan order, waits for them in that order, and sends late gradients.
 
     It does not launch buckets in the order in which they fill. Ranks may fill them in different orders, and collectives
     pair up only by the order of their launch.
@@ -154,6 +155,8 @@ class BucketQueue:
         self._size = size
         # In this step: the buckets that are not launched yet.
         self._waiting: deque[Bucket] = deque()
+        # Those that are launched once more for late gradients.
+        self._further = FurtherRounds(())
         # Those that are, in order.
         self._launched: list[Bucket] = []
         # The launched ones that are not finished, at the end of `_launched`.
@@ -166,8 +169,15 @@ class BucketQueue:
         self.failure: Exception | None = None
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
-        """Starts a step with these buckets, given in plan order. Sleeping ones are skipped until `finish_all`."""
+        """Starts a step with these buckets, given in plan order. Sleeping ones are not sent."""
+        self._further = FurtherRounds(buckets)
         self._waiting.extend([bucket for bucket in buckets if not bucket.asleep])
+
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        """Sends these buckets too in the current step, behind the others."""
+        for bucket in buckets:
+            bucket.expect()
+        self._waiting.extend(buckets)
 
     def end(self) -> None:
         """Ends the step. Collectives that still run are not waited for, and keep their buckets' memory."""
@@ -190,35 +200,33 @@ class BucketQueue:
         # Finished buckets give their wires back.
         while self._in_flight and self._in_flight[0].is_completed():
             self._finish_first()
-        while self._waiting and self._waiting[0].is_full and self._wires < _WIRES:
+        while self._waiting and self._waiting[0].can_leave and self._wires < _WIRES:
             self._launch(self._waiting.popleft(), links)
 
     def finish_all(self, links: Links) -> Iterator[Bucket]:
         """Launches all remaining buckets, full or not, and yields each bucket when its result is in it.
 
-        From then on the user may change its gradients. Raises GradientError if the user has changed one earlier. A
-        comparison of parameters, if one is due, is sent after the buckets. Raises MismatchError at the end if the
-        parameters differ.
+        From then on the user may change its gradients. Raises GradientError if the user has changed one earlier. Then
+        it does the same with buckets for late gradients, which it adds to the others. A comparison of parameters, if
+        one is due, is sent after the buckets. Raises MismatchError at the end if the parameters differ.
         """
         waiting, launched = self._waiting, self._launched
         first = launched[0] if launched else waiting[0] if waiting else None
         if first is not None:
             self._check.begin(takes_part=first.takes_part)
-        called: list[Bucket] = []
         checked = back = 0
         has_sent = False
-        while waiting or called or back < len(launched):
+        while waiting or back < len(launched) or self._further.are_due:
             if not waiting and back == len(launched):
-                # All ranks read the same calls from the same bucket, so all wake its sleepers at the same point.
-                for sleeper in called:
-                    sleeper.asleep = False
-                waiting.extend(called)
-                called.clear()
+                # On all ranks, since all know the same of what can be late.
+                waiting.extend(self._further.begin())
+                continue
             while waiting and self._wires < _WIRES:
                 self._launch(waiting.popleft(), links)
             if not waiting and not has_sent:
                 # On every rank at the same point: after the buckets that were awake at the start.
                 has_sent = True
+                self._further.send(links.all, self._trace.optimizer)
                 self._check.send(links.all)
             for bucket in launched[checked:]:
                 bucket.require_same()
@@ -227,10 +235,10 @@ class BucketQueue:
                 self._finish_first()
             bucket = launched[back]
             back += 1
-            if bucket.sleepers:
-                called += self._calls_of(bucket)
             bucket.unguard()
             yield bucket
+            if bucket.home is not bucket:
+                self._further.end(bucket)
         self._check.finish(links.all)
 
     def _launch(self, bucket: Bucket, links: Links) -> None:
@@ -249,10 +257,3 @@ class BucketQueue:
         self._wires -= first.holds_wire
         if self.failure is None:
             self.failure = first.failure
-
-    def _calls_of(self, carrier: Bucket) -> list[Bucket]:
-        """Returns the sleeping buckets that some rank needs, by the flags of ``carrier``."""
-        if not any(sleeper.asleep for sleeper in carrier.sleepers):
-            return []
-        calls = zip(carrier.sleepers, carrier.read_wake(alone=self._size == 1), strict=True)
-        return [sleeper for sleeper, needed in calls if needed and sleeper.asleep]

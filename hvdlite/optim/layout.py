@@ -1,7 +1,7 @@
 """
 `Layout`: an optimizer's buckets in plan order, and the parameters whose sparse gradients are gathered instead.
 
-    named parameters ── plan ── buckets, some asleep ── first sparse gradient of a parameter ── move_out
+    named parameters ── plan ── buckets ── first sparse gradient of a parameter ── move_out
                      └─ no buckets, if gradients stay in param.grad (a single rank, or Adasum)
 
 `reducer` owns a `Layout`; `sparse_gather` moves parameters out of buckets. Collectives follow the order of both lists,
@@ -10,7 +10,7 @@ so it must always be the same on every rank. The lists therefore change only by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -60,13 +60,13 @@ class Layout:
         self._weights = weights
 
     def add(
-        self, params: dict[str, Tensor], groups: Iterable[Iterable[str]]
+        self, params: dict[str, Tensor], groups: Iterable[Iterable[str]], trainable: Container[str]
     ) -> tuple[Description, Sequence[BucketPlan]]:
-        """Plans buckets for more parameters, behind the existing ones.
+        """Plans buckets for more parameters, behind the existing ones; those that are not ``trainable`` are frozen.
 
         Returns the description of the parameters, for the ranks to compare, and the plans.
         """
-        specs = [ParamSpec.of(name, param) for name, param in params.items()]
+        specs = [ParamSpec.of(name, param, trainable=name in trainable) for name, param in params.items()]
         plans = plan_buckets(
             specs,
             cap_bytes=self.cap_bytes,
@@ -84,11 +84,8 @@ class Layout:
             if first:
                 plans = (replace(plans[0], weight_slots=self._weights.slots), *plans[1:])
             buckets = [self._make_bucket(plan, [params[piece.spec.name] for piece in plan.slices]) for plan in plans]
-            if buckets:
-                # The plan of the first bucket has the wake slots.
-                buckets[0].sleepers = [bucket for bucket in buckets if bucket.asleep]
             if first:
-                buckets[0].weights = self._weights
+                buckets[0].is_first, buckets[0].weights = True, self._weights
             self.buckets += buckets
         return [(spec.name, spec.describe()) for spec in specs], plans
 
@@ -146,11 +143,9 @@ class Layout:
         """Resets the state of every gradient at the end of a step."""
         for state in self.states.values():
             state.passes = 0
-            state.ready = state.sparse = state.scaled = state.fresh = False
-        if self._staying is not None:
+            state.ready = state.sparse = state.scaled = state.fresh = state.late = False
             # If the user drops a gradient, this must not keep its memory.
-            for state in self.states.values():
-                state.view = None
+            state.held = None
 
     def drop_gradients(self) -> None:
         """Sets every parameter's gradient to None."""
@@ -163,7 +158,8 @@ class Layout:
         kept = [state.param for state in bucket.states if state not in states]
         plan = bucket.plan.without({state.name for state in states})
         smaller = self._make_bucket(plan, kept)
-        smaller.sleepers, smaller.weights = bucket.sleepers, bucket.weights
+        smaller.freeze({state.name for state in bucket.frozen})
+        smaller.is_first, smaller.weights = bucket.is_first, bucket.weights
         # A bucket without slices is kept for the flags in its tail.
         self.buckets[index] = smaller
         for state in states:

@@ -16,6 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+# The elements of a bucket's tail for each slice: see `BucketPlan`.
+FLAGS_PER_SLICE = 3
+
 # Slices begin at multiples of this, so that every gradient is aligned like a separately allocated tensor.
 ALIGNMENT_BYTES = 64
 
@@ -36,11 +39,12 @@ class ParamSpec:
     trainable: bool
 
     @classmethod
-    def of(cls, name: str, param: Tensor) -> ParamSpec:
-        """Returns the spec of a parameter with this name."""
+    def of(cls, name: str, param: Tensor, *, trainable: bool | None = None) -> ParamSpec:
+        """Returns the spec of a parameter with this name. ``trainable``: by default, whether it is so now."""
         shape = tuple(param.shape)
         stride = param.stride() if is_dense(shape, param.stride()) else _contiguous_stride(shape)
-        return cls(name, shape, stride, param.dtype, param.device, param.requires_grad)
+        trainable = param.requires_grad if trainable is None else trainable
+        return cls(name, shape, stride, param.dtype, param.device, trainable)
 
     @property
     def numel(self) -> int:
@@ -68,20 +72,14 @@ class BucketPlan:
     """The layout of one flat buffer: gradients first, then a tail of flags, all of one dtype on one device.
 
     The tail holds counts that all ranks need, and would otherwise sum in a second collective: for every slice the
-    number of ranks that used the parameter, and of those with a sparse gradient for it; the number of ranks that sit
-    out this step and do not count (see `join`); the number that take part, in ``count_slots`` elements; and, in the
-    first bucket only, for each of ``wake_slots`` sleeping buckets the number of ranks that need it, and the ranks'
-    numbers of samples (see `weights`), in ``weight_slots`` elements.
-
-    A bucket of parameters that were frozen when it was planned sleeps: it takes no memory and is not sent until some
-    rank has unfrozen one of them.
+    number of ranks that used the parameter, of those with a sparse gradient for it, and of those that train it; the
+    number of ranks that sit out this step and do not count (see `join`); the number that take part, in ``count_slots``
+    elements; and, in the first bucket only, the ranks' numbers of samples, in ``weight_slots`` elements: see `weights`.
     """
 
     slices: tuple[Slice, ...]
     dtype: torch.dtype
     device: torch.device
-    asleep: bool = False
-    wake_slots: int = 0
     aligned: bool = True
     count_slots: int = 1
     weight_slots: int = 0
@@ -99,17 +97,17 @@ class BucketPlan:
     @property
     def presence_start(self) -> int:
         """The offset in the buffer at which the counts of ranks begin."""
-        return self.grad_numel + 2 * len(self.slices)
-
-    @property
-    def wake_start(self) -> int:
-        """The offset in the buffer at which the flags of sleeping buckets begin."""
-        return self.presence_start + 1 + self.count_slots
+        return self.grad_numel + FLAGS_PER_SLICE * len(self.slices)
 
     @property
     def weight_start(self) -> int:
         """The offset in the buffer at which the ranks' numbers of samples begin."""
-        return self.wake_start + self.wake_slots
+        return self.presence_start + 1 + self.count_slots
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether no parameter of the bucket required a gradient when it was planned."""
+        return not any(piece.spec.trainable for piece in self.slices)
 
     @property
     def nbytes(self) -> int:
@@ -145,7 +143,7 @@ def plan_buckets(
     between gradients. ``count_slots`` is the number of elements of a bucket that count the ranks that take part.
     """
     group_of = {name: number for number, names in enumerate(groups) for name in names}
-    packed: list[tuple[list[ParamSpec], bool]] = []
+    packed: list[list[ParamSpec]] = []
     open_bucket: dict[tuple[object, ...], int] = {}
     filled: dict[int, int] = {}
     for spec in reversed(specs):
@@ -157,22 +155,22 @@ def plan_buckets(
         index = open_bucket.get(key)
         if index is None or (group is None and (cap_bytes == 0 or filled[index] + need > cap_bytes)):
             index = open_bucket[key] = len(packed)
-            packed.append(([], not spec.trainable))
+            packed.append([])
             filled[index] = 0
-        packed[index][0].append(spec)
+        packed[index].append(spec)
         filled[index] += need
     buckets = [
         BucketPlan(
             _lay_out(members, members[0].dtype, aligned),
             members[0].dtype,
             members[0].device,
-            asleep,
             aligned=aligned,
             count_slots=count_slots,
         )
-        for members, asleep in packed
+        for members in packed
     ]
-    return _with_wake_slots(buckets)
+    # The first bucket is sent in every step: one of frozen parameters is the first only if there is no other.
+    return tuple(sorted(buckets, key=lambda bucket: bucket.is_frozen))
 
 
 def first_of(names: Sequence[str]) -> str:
@@ -208,20 +206,6 @@ def first_difference(mine: Description, theirs: Description) -> tuple[str, str, 
 
 
 _MISSING = "no such parameter at this position"
-
-
-def _with_wake_slots(buckets: list[BucketPlan]) -> tuple[BucketPlan, ...]:
-    """Orders awake buckets before sleeping ones, and gives the first bucket the flags that wake the sleeping ones.
-
-    If all buckets sleep, the first one is made awake.
-    """
-    if buckets and all(bucket.asleep for bucket in buckets):
-        buckets[0] = replace(buckets[0], asleep=False)
-    awake = [bucket for bucket in buckets if not bucket.asleep]
-    asleep = [bucket for bucket in buckets if bucket.asleep]
-    if asleep:
-        awake[0] = replace(awake[0], wake_slots=len(asleep))
-    return (*awake, *asleep)
 
 
 def _lay_out(specs: Sequence[ParamSpec], dtype: torch.dtype, aligned: bool) -> tuple[Slice, ...]:

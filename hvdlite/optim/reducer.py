@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from ..errors import (
 from ..faults import point
 from ..ops.failures import raise_together
 from ..values import shown, whole_number
+from .bucket import Bucket
 from .exchange import Links
 from .gradient_hooks import number_of_backward, too_many_passes
 from .gradient_state import GradientState
@@ -135,7 +136,7 @@ class Reducer(WorldPlan):
             backward = number_of_backward()
             if backward not in self._backwards:
                 self._begin_backward(backward)
-            if param.grad is not state.view:
+            if param.grad is not state.held:
                 # Autograd made a new gradient, so the user has dropped the sum of earlier passes.
                 state.passes = 0
             last_pass = False
@@ -161,6 +162,8 @@ class Reducer(WorldPlan):
         if self._only_accumulating:
             return
         state = self._layout.states[id(param)]
+        if param.grad is not state.held:
+            state.passes, state.held = 0, param.grad
         state.passes += 1
         if state.passes > self.backward_passes_per_step:
             raise too_many_passes(state.name, self.backward_passes_per_step)
@@ -292,18 +295,14 @@ class Reducer(WorldPlan):
                 failure = error
             if self.weights.correction != 1.0:
                 bucket.memory.gradients.mul_(self.weights.correction)
-            gathered = self._sparse.settle(bucket)
+            # What may get a further round is not averaged yet.
+            pending = [*self._sparse.settle(bucket), *bucket.frozen]
+            if bucket.home is not bucket:
+                continue
             if update is not None and failure is None and self._queue.failure is None:
-                try:
-                    with self._clock.stepping():
-                        update([state.param for state in bucket.states if state not in gathered])
-                except Exception as error:  # noqa: BLE001 - raised below
-                    # Send the other buckets all the same: the other ranks wait for them.
-                    failure = error
-                else:
-                    bucket.drop(gathered)
+                failure = self._update(bucket, pending, update)
             elif arrived is not None:
-                arrived([state.param for state in bucket.states if state not in gathered])
+                arrived([state.param for state in bucket.states if state not in pending])
         if self.exchange.tells_failures:
             raise_together(links.all, self._queue.failure, f"the averaging of gradients ({self._trace.optimizer})")
         self._sparse.average(links.all, self._trace.optimizer, self._queue.count)
@@ -313,7 +312,31 @@ class Reducer(WorldPlan):
             self._layout.correct(self.weights.correction)
         if failure is not None:
             raise failure
+        if update is not None:
+            self._update_frozen(update)
         point("vote")
+
+    def _update(self, bucket: Bucket, pending: Sequence[GradientState], update: Arrived) -> Exception | None:
+        """Calls ``update`` with a bucket's parameters but those ``pending``, and drops their gradients.
+
+        Returns an error instead of raising it: the other ranks wait for the other buckets.
+        """
+        try:
+            with self._clock.stepping():
+                update([state.param for state in bucket.states if state not in pending])
+        except Exception as error:  # noqa: BLE001 - raised once all buckets are sent
+            return error
+        bucket.drop(pending)
+        return None
+
+    def _update_frozen(self, update: Arrived) -> None:
+        """Calls ``update`` with those parameters, frozen on all ranks before, that have gradients in this step."""
+        frozen = [state.param for bucket in self._layout.buckets for state in bucket.frozen]
+        if late := [param for param in frozen if param.grad is not None]:
+            with self._clock.stepping():
+                update(late)
+            for param in late:
+                param.grad = None
 
     def drop_gradients(self) -> None:
         """Sets all gradients to None, and frees the buckets' memory until the next gradient."""
@@ -547,11 +570,21 @@ class Reducer(WorldPlan):
 
     def _drop_surplus(self, state: GradientState) -> None:
         """Ends a step in which this gradient is complete, and now is computed again. Raises if a step would use it."""
-        if self._surviving is not None and self.is_left_behind:
+        is_left_behind = self._surviving is not None and self.is_left_behind
+        if not is_left_behind:
+            self._require_surplus(state)
+        if state.param.grad is state.held:
+            # Autograd has added to what was being averaged: the sum would depend on how far that was.
+            self._spoil()
+            raise GradientError(
+                f"the gradient of {state.name!r} was added to gradients that another optimizer's backward pass has "
+                "left there, as a GAN's generator does in its discriminator: call zero_grad() of this optimizer or "
+                "model before its backward pass, or freeze its parameters during the other one"
+            )
+        if is_left_behind:
             # Another optimizer has gone on in a new world, and no rank sends there what all drop.
             self.follow_world()
         else:
-            self._require_surplus(state)
             self._discard()
 
     def _require_surplus(self, state: GradientState) -> None:
@@ -561,10 +594,13 @@ class Reducer(WorldPlan):
                 "hvd.shutdown() was called: call optimizer.zero_grad() after hvd.init(), before the first backward pass"
             )
         if not self._is_surplus():
-            # The step must still be finished together with the other ranks, and is then dropped.
-            self._phase = Phase.SPOILT
-            self._layout.give_up()
+            self._spoil()
             raise too_many_passes(state.name, self.backward_passes_per_step)
+
+    def _spoil(self) -> None:
+        """Gives up the step's averages. It must still be finished together with the other ranks."""
+        self._phase = Phase.SPOILT
+        self._layout.give_up()
 
     def _discard(self) -> None:
         """Finishes the current step on all ranks, and drops its averages."""

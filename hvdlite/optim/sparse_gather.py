@@ -139,18 +139,24 @@ class SparseParameters:
         self._layout = layout
         self._size = size
         # In this step: buckets, and the gradients to move out of them, found to be sparse for the first time.
-        self._leaving: list[tuple[Bucket, list[GradientState]]] = []
+        self._leaving: dict[Bucket, list[GradientState]] = {}
         # In this step: the names of gradients that are sparse on some ranks and dense on others.
         self._mixed: list[str] = []
 
     def settle(self, bucket: Bucket) -> list[GradientState]:
         """Sets the gradients of a finished bucket that only other ranks have. Returns those to gather instead."""
-        if bucket.is_complete:
-            return []
-        flags = bucket.read_flags(alone=self._size == 1)
-        leaving = [state for state, used, sparse in flags if self._settle_one(state, used, sparse)]
+        leaving = [
+            state
+            for state, flags in bucket.read_flags(alone=self._size == 1)
+            if self._settle_one(state, flags.used, flags.sparse)
+        ]
         if leaving:
-            self._leaving.append((bucket, leaving))
+            names = {state.name for state in leaving}
+            at_home = [state for state in bucket.home.states if state.name in names]
+            self._leaving.setdefault(bucket.home, []).extend(at_home)
+            if bucket.home is not bucket:
+                # Sparse in a further round, and dense in the first one.
+                self._mixed += [state.name for state in at_home if state.param.grad is not None and not state.sparse]
         return leaving
 
     def _settle_one(self, state: GradientState, used: bool, sparse: bool) -> bool:
@@ -179,7 +185,7 @@ class SparseParameters:
                 f"parameter {self._mixed[0]!r} has a sparse gradient on some ranks and a dense one on others: build "
                 "the same model on every rank, or wrap the optimizer with sparse_as_dense=True"
             )
-        for bucket, leaving in self._leaving:
+        for bucket, leaving in self._leaving.items():
             self._layout.move_out(bucket, leaving)
         if not self._layout.sparse:
             return

@@ -22,7 +22,7 @@ class InPlaceHome:
     def take(self, state: GradientState, last_pass: bool) -> bool:
         """Remembers the gradient tensor."""
         grad = state.param.grad
-        state.view = grad
+        state.held = grad
         if last_pass:
             state.ready = True
             state.sparse = grad is not None and grad.layout is not torch.strided
@@ -37,7 +37,7 @@ def require_same(states: Iterable[GradientState]) -> None:
     for state in states:
         if state.ready and not state.sparse:
             grad = state.param.grad
-            if grad is not state.view:
+            if grad is not state.held:
                 how = "set to None" if grad is None else "replaced"
                 raise changed_too_early(f"the gradient of {state.name} was {how}", state.param)
             if state.fresh and grad is not None and grad._version != 0:
@@ -61,6 +61,7 @@ class GatheredHome:
                 f"parameter {state.name!r} had sparse gradients in earlier steps and has a dense one now: keep "
                 "it sparse or dense in all steps, or wrap the optimizer with sparse_as_dense=True"
             )
+        state.held = grad
         if last_pass:
             state.ready = True
         return False

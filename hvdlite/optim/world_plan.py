@@ -60,6 +60,18 @@ class Connection:
     survival: Survival | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """Parameters that were added together, by name; the names that share a bucket, and those that were not frozen.
+
+    The last are kept, since a new world may begin within a step, in which ranks have frozen some for a moment.
+    """
+
+    params: dict[str, Tensor]
+    groups: list[list[str]]
+    trainable: frozenset[str]
+
+
 # The arguments that the ranks compare, and autotune's function that chooses the cap, or None.
 Described = tuple[Arguments, Callable[[Group], int] | None]
 
@@ -86,8 +98,8 @@ class WorldPlan(GradientHooks):
         # Autotune's function that chooses the cap, and the hosts of the ranks that it last chose one for.
         self._tune: Callable[[Group], int] | None = None
         self._tuned_for: tuple[str, ...] | None = None
-        # The arguments of each `add_params`: parameters by name, and the names that share a bucket.
-        self._added: list[tuple[dict[str, Tensor], list[list[str]]]] = []
+        # What each `add_params` has added.
+        self._added: list[_Added] = []
         # In how many worlds it has been so far.
         self._worlds = 0
         # `Survival.beginnings` in the world that is planned for.
@@ -181,8 +193,8 @@ class WorldPlan(GradientHooks):
         if self._surviving is not None:
             is_first = self._ranks.rank == 0
             self._surviving.tell_of_lost_residuals(is_first, self.settings.codec, self._trace.optimizer)
-        for params, groups in self._added:
-            self._take_in(params, groups)
+        for added in self._added:
+            self._take_in(added)
         if isinstance(engine := connection.group.engine, HasMemory):
             # The new engine holds them only if it is safe to use them again: see `shm.kept_memory`.
             self._layout.take_over(buffers, engine.holds)
@@ -223,17 +235,20 @@ class WorldPlan(GradientHooks):
     def add_params(self, named_params: Iterable[tuple[str, Tensor]], groups: Iterable[Iterable[str]] = ()) -> None:
         """Adds parameters: plans their buckets behind the existing ones, and hooks their gradients."""
         self.follow_world()
-        params, named_groups = dict(named_params), [list(group) for group in groups]
-        self._added.append((params, named_groups))
-        self._take_in(params, named_groups)
+        params = dict(named_params)
+        trainable = frozenset(name for name, param in params.items() if param.requires_grad)
+        added = _Added(params, [list(group) for group in groups], trainable)
+        self._added.append(added)
+        self._take_in(added)
         self._hear(list(params.values()), self._on_gradient)
 
     @abstractmethod
     def _on_gradient(self, param: Tensor) -> None:
         """Handles an addition to ``param.grad`` by autograd."""
 
-    def _take_in(self, params: dict[str, Tensor], groups: list[list[str]]) -> None:
-        description, plans = self._layout.add(params, groups)
+    def _take_in(self, added: _Added) -> None:
+        params, groups = added.params, added.groups
+        description, plans = self._layout.add(params, groups, added.trainable)
         for param in params.values():
             self._clock.follow(param.device)
             if self._surviving is not None:
@@ -257,7 +272,7 @@ class WorldPlan(GradientHooks):
         return self._links.all.zeros(numel, dtype, device)
 
     def _make_opening(self, number: int, description: Description) -> Opening:
-        devices = [param.device for params, _ in self._added for param in params.values() if param.is_cuda]
+        devices = [param.device for added in self._added for param in added.params.values() if param.is_cuda]
         open_links: Callable[[Group], Links] = partial(Links, by_host=self.exchange.by_host, legs=self.exchange.legs)
         if self.outer is not None:
             open_links = self.outer.open
@@ -295,8 +310,8 @@ class WorldPlan(GradientHooks):
         self._is_provisional = False
         if self._layout.cap_bytes != self.settings.cap_bytes:
             self._lay_out()
-            for params, groups in self._added:
-                self._layout.add(params, groups)
+            for added in self._added:
+                self._layout.add(added.params, added.groups, added.trainable)
         elif self._links is not None and isinstance(engine := self._links.all.engine, HasMemory):
             for bucket in self._layout.buckets:
                 if bucket.flat is not None and not engine.holds(bucket.flat):

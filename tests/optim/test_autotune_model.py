@@ -95,7 +95,7 @@ def test_a_step_is_as_long_as_its_buckets_make_it_one_after_the_other():
 
 def test_each_bucket_takes_what_its_own_engine_needs_and_frozen_ones_nothing():
     specs = [spec("wide", 64, dtype=torch.float64), spec("frozen", 64, trainable=False), spec("plain", 64)]
-    plans = [plan for plan in plan_buckets(specs, cap_bytes=0) if not plan.asleep]
+    plans = [plan for plan in plan_buckets(specs, cap_bytes=0) if not plan.is_frozen]
     line_of = {CPU32: Line(1.0, 0.0), GradientType("cpu", "float64"): Line(10.0, 0.0)}
     assert step_s(specs, plans, line_of) == 11.0
 

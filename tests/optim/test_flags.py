@@ -22,7 +22,7 @@ def summed_tail(
     for rank in range(size):
         flags, tail = Flags(plan, RankAndSize(rank, size)), torch.zeros(tail_numel)
         if rank in absent:
-            flags.write_presence(tail, absent[rank])
+            flags.write_presence(tail, absent[rank], [True])
         else:
             flags.write_usual(tail)
         total += tail.to(wire)
@@ -36,7 +36,7 @@ def test_ranks_that_take_part_are_counted_exactly_whatever_travels(size, wire):
     absent = dict.fromkeys(range(0, size, 7), LEFT_OUT) if size > 2 else {}
     flags, tail, count = summed_tail(size, absent, wire)
     assert count.active == int(count) == count.there().item() == size - len(absent)
-    assert flags.read(tail, alone=False) == [(True, False)]
+    assert flags.read(tail, alone=False) == [(True, False, True)]
 
 
 @pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16])

@@ -117,7 +117,7 @@ def layout_of(params, ranks):
         aligned=False,
         weights=Weights(ranks),
     )
-    layout.add(params, [])
+    layout.add(params, [], params)
     layout.expect()
     return layout
 

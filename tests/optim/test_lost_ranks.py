@@ -84,6 +84,18 @@ def two_passes_step(optimizer, model, rank, step):
     optimizer.step()
 
 
+def thawing_step(optimizer, model, rank, step):
+    """Each half of the parameters is frozen while the gradients of the other are computed."""
+    optimizer.zero_grad()
+    params = list(model.parameters())
+    for half in (params[2:], params[:2]):
+        for param in params:
+            param.requires_grad_(all(param is not each for each in half))
+        loss_of(model, rank, step).backward()
+    model.requires_grad_(True)
+    optimizer.step()
+
+
 def trained(take_step, **arguments):
     def program(rank):
         model = model_of()
@@ -148,6 +160,7 @@ FORMS = [
     (scaled_step, {}),
     (weighted_step, {}),
     (two_passes_step, {}),
+    (thawing_step, {}),
     (plain_step, {"max_norm": 1e9}),
     (plain_step, {"groups": 2}),
 ]
@@ -161,6 +174,34 @@ def test_a_step_of_any_form_is_finished_with_the_gradients_of_those_that_are_lef
 ):
     left = run_survivors(monkeypatch, ["a", "b", "c"], trained(take_step, **arguments), Death(1, point, 2))
     require(left, by_one_process([range(3)] * 2 + [(0, 2)] * 4))
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_step_in_which_gradients_are_late_is_finished_with_those_of_the_ranks_that_are_left(monkeypatch, point):
+    """Half of the parameters are frozen for two steps, and thawed within the next, in which a rank is lost."""
+    late = 2
+
+    def take_step(optimizer, model, rank, step):
+        frozen = list(model.parameters())[2:]
+        for param in frozen:
+            param.requires_grad_(False)
+        if step >= late:
+            thawing_step(optimizer, model, rank, step)
+        else:
+            plain_step(optimizer, model, rank, step)
+
+    left = run_survivors(monkeypatch, ["a", "b", "c"], trained(take_step), Death(1, point, late))
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        ranks = range(3) if step < late + POINTS[point] else (0, 2)
+        optimizer.zero_grad()
+        for rank in ranks:
+            (loss_of(model, rank, step) / len(ranks)).backward()
+        for param in list(model.parameters())[2:] if step < late else []:
+            param.grad = None
+        optimizer.step()
+    require(left, [param.detach() for param in model.parameters()])
 
 
 @pytest.mark.parametrize("point", ["backward", "vote"])

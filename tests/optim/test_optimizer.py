@@ -55,6 +55,53 @@ def test_gradients_are_views_of_one_buffer_and_stay_so_over_steps_and_zero_grad(
 COMPARISON = 1
 
 
+def gan_step(generator, discriminator, optimizers, rank: int, drop) -> None:
+    """One step of each. The generator's pass leaves gradients in the discriminator, until ``drop`` is called."""
+    of_generator, of_discriminator = optimizers
+    (discriminator(torch.tensor([0, rank + 1])).sum() * (rank + 1.0)).backward()
+    of_discriminator.step()
+    of_discriminator.zero_grad()
+    (discriminator(torch.tensor([0])).sum() * 100.0 * (rank + 1) + generator.sum()).backward()
+    of_generator.step()
+    of_generator.zero_grad()
+    drop()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16], ids=["", "fp16"])
+def test_a_pass_that_adds_to_what_another_optimizers_pass_has_left_is_an_error(size, sparse, compression):
+    """The sum would depend on how far its average was."""
+
+    def rank(group: Group) -> list[float]:
+        table = nn.Embedding.from_pretrained(torch.zeros(4, 2), freeze=False, sparse=sparse)
+        generator = weight()
+        optimizers = [wrap(group, params, compression=compression) for params in ([generator], table.parameters())]
+        for drop in (table.zero_grad, optimizers[1].zero_grad, lambda: None):
+            gan_step(generator, table, optimizers, group.rank, drop)
+        words = r"was added to gradients that another optimizer's backward pass .* call zero_grad\(\)"
+        with pytest.raises(hvd.GradientError, match=words):
+            table(torch.tensor([0])).sum().backward()
+        optimizers[1].zero_grad()
+        gan_step(generator, table, optimizers, group.rank, optimizers[1].zero_grad)
+        return table.weight[0].tolist()
+
+    # Four steps of the discriminator, each with the average of (rank + 1) for its row 0.
+    mean = 1.0 if size == 1 else 1.5
+    assert run_ranks(size, rank) == [[-4 * mean] * 2] * size
+
+
+def test_gradients_of_another_optimizers_pass_that_were_set_to_zeros_in_place_are_not_added_to():
+    def rank(group: Group) -> None:
+        generator, table = weight(), nn.Embedding.from_pretrained(torch.zeros(4, 2), freeze=False)
+        optimizers = [wrap(group, params) for params in ([generator], table.parameters())]
+        gan_step(generator, table, optimizers, group.rank, lambda: table.zero_grad(set_to_none=False))
+        with pytest.raises(hvd.GradientError, match="call zero_grad"):
+            table(torch.tensor([0])).sum().backward()
+
+    run_ranks(2, rank)
+
+
 def test_a_step_is_one_all_reduce_per_bucket_and_after_the_first_nothing_else():
     model, (x, y) = build(Plain), batches(3, 1, 8)
 
@@ -316,7 +363,7 @@ def test_parameters_may_be_frozen_and_unfrozen_between_steps(size):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_frozen_parameters_take_no_memory_and_no_traffic():
+def test_frozen_parameters_take_no_memory_and_one_number_of_traffic():
     def rank(group: Group):
         frozen, trained = nn.Parameter(torch.zeros(1000), requires_grad=False), weight()
         optimizer = wrap(group, [frozen, trained])
@@ -327,8 +374,10 @@ def test_frozen_parameters_take_no_memory_and_no_traffic():
         return group.engine.calls, frozen.grad
 
     for calls, grad in run_ranks(2, rank, counting):
-        assert len(calls) == 1 + COMPARISON
+        assert len(calls) == 2 + COMPARISON
         assert max(numel for _, numel in calls) < 100
+        # Whether a gradient has come after all.
+        assert calls[1] == ("allreduce", 1)
         assert grad is None
 
 

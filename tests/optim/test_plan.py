@@ -49,7 +49,7 @@ def test_slices_do_not_overlap_and_lie_before_the_flags(specs, cap_bytes):
             assert piece.start * plan.dtype.itemsize % 64 == 0
             end = piece.stop
         assert end <= plan.grad_numel
-        assert plan.numel == plan.grad_numel + 2 * len(plan.slices) + 2 + plan.wake_slots
+        assert plan.numel == plan.grad_numel + 3 * len(plan.slices) + 2
 
 
 @given(spec_lists(), caps)
@@ -83,13 +83,9 @@ def test_within_a_kind_the_last_parameter_comes_first(specs, cap_bytes):
 
 
 @given(spec_lists(), caps)
-def test_sleeping_buckets_come_last_and_the_first_can_call_each_of_them(specs, cap_bytes):
+def test_buckets_of_frozen_parameters_come_last(specs, cap_bytes):
     plans = plan_buckets(specs, cap_bytes=cap_bytes)
-    assert sorted(plans, key=lambda plan: plan.asleep) == list(plans)
-    if plans:
-        assert not plans[0].asleep
-        assert plans[0].wake_slots == sum(plan.asleep for plan in plans)
-        assert all(plan.wake_slots == 0 for plan in plans[1:])
+    assert sorted(plans, key=lambda plan: plan.is_frozen) == list(plans)
 
 
 @given(spec_lists(), caps, st.data())
