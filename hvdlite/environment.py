@@ -314,6 +314,16 @@ class Environment:
             "--survive` has it",
         ),
     )
+    independent: bool = field(
+        default=False,
+        metadata=_own(
+            "INDEPENDENT",
+            SWITCH,
+            "0",
+            "1: the ranks are to train without each other: no warning at the end that they did, as with `hvdlite-run "
+            "--independent`",
+        ),
+    )
     shm: bool = field(
         default=True, metadata=_own("SHM", SWITCH, "1", "0: do not use shared memory between the ranks of a host")
     )

@@ -18,6 +18,12 @@ from ..errors import describe_interrupt
 
 _numbers = itertools.count(1)
 
+
+def next_number() -> int:
+    """Returns a number between those of this process's operations before and after now."""
+    return next(_numbers)
+
+
 # Waits shorter than this are not reported to rank 0.
 _PATIENCE_S = 0.5
 

@@ -46,6 +46,7 @@ from ..timeline import session as timeline
 from ..values import MOST, seconds, shown, whole_number
 from .bootstrap import enter
 from .departure import hasten_end, leave_at_exit
+from .exchanged import Exchanged
 from .hang_report import HangReporter
 from .make_world import World
 from .process_set import ProcessSet, check_first_sets
@@ -65,6 +66,7 @@ _CLOSING_S = 5.0
 
 _world: World | None = None
 _process = ProcessState()
+_exchanged = Exchanged()
 
 
 def init(
@@ -109,10 +111,16 @@ def init(
     """
     if _world is not None:
         return
-    if not dist.is_initialized():  # else PyTorch's hook is the program's own process group's
+    is_adopted = dist.is_initialized()
+    if not is_adopted:  # else PyTorch's hook is the program's own process group's
         remove_hooks()
     try:
         _init(timeout_s, process_sets, hierarchical, check_parameters, survive)
+        world = current_world()
+        if world.topology.size > 1 and not world.stands_by:
+            # hvdlite-run warns by itself, of all ranks.
+            warns = not (launcher_variable("JOB_DIR", os.environ) or world.environment.independent)
+            _exchanged.begin(world.topology.rank, world.topology.size, is_adopted=is_adopted, warns=warns)
     finally:
         # At the end, because PyTorch installs its own hook when the ranks connect.
         if not _is_debugged():
@@ -309,6 +317,7 @@ def shutdown() -> None:
     leaving, _world = _world, None
     if leaving is None:
         return
+    _exchanged.end()
     _process.steps.update(leaving.generation.reducers.steps)
     _note_progress()
     if leaving.survival is not None:
@@ -419,6 +428,14 @@ def require_ended(what: str) -> None:
         group.require_ended(what)
 
 
+def has_exchanged() -> bool | None:
+    """Whether this process has exchanged anything with other ranks; None if it has never had any.
+
+    hvdlite-run's handler for the end of a worker asks (`launcher.host.training_notes`).
+    """
+    return _exchanged.has_met
+
+
 def is_initialized() -> bool:
     """Whether `init` has been called, and `shutdown` has not been called since."""
     return _world is not None
@@ -516,6 +533,7 @@ def end_of_program() -> None:
             first_end=world.generation.watch.known_end,
             advice="" if world.seat is None or world.survival or _process.is_elastic else _NOT_ELASTIC,
         )
+    _exchanged.warn_at_end()
     deferred_close.finish(_CLOSING_S)
     if world is not None and world.seat is not None:
         hasten_end()

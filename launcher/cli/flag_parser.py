@@ -61,6 +61,7 @@ ended, the end of its stderr is shown again, and hvdlite-run exits with its exit
   --no-env              do not pass the environment here to workers, except PATH, HOME, LD_LIBRARY_PATH, PYTHONHOME
                         and what -x names
   --horovod             import horovod finds hvdlite, in the workers and in programs that they start
+  --independent         the ranks are to train without each other: no warning at the end that they did
   -p, --ssh-port PORT   port of sshd on the hosts, if your ssh config does not set it
   -i, --ssh-identity-file FILE
                         private key for ssh
@@ -160,6 +161,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-v", "--version", action="store_true")
         self.add_argument("-h", "--help", action="store_true")
         self.add_argument("--horovod", action="store_true")
+        self.add_argument("--independent", action="store_true")
         elastic_flags.add_flags(self)
         horovodrun_flags.add_flags(self)
 

@@ -34,7 +34,7 @@ from .flag_values import positive_seconds
 _OF_WORKERS = (
     *("num_proc", "dry_run", "output_filename", "report_dir", "metrics_textfile", "summary", "log_json"),
     "watch",
-    *("prefix_output_with_timestamp", "grace"),
+    *("prefix_output_with_timestamp", "grace", "independent"),
 )
 
 _START_TIMEOUT_S = 60.0
@@ -203,6 +203,8 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
     own = {"HVDLITE_VERBOSE": "1"} if options.verbose else {}
     if options.survive:
         own["HVDLITE_SURVIVE"] = "1"
+    if options.independent:
+        own["HVDLITE_INDEPENDENT"] = "1"
     return {**own, **horovodrun_flags.variables(options)}
 
 

@@ -7,8 +7,8 @@ uses the other modules for the workers, and `wire.channel` to talk to the launch
 
 Modules import only what stands before them:
 
-    start_workers < forked_workers < worker_stdin < worker_output < stacks_on_signal < collect < host_load
-    < killed_workers < ask_progress < agent < remote_parent
+    start_workers < forked_workers < worker_stdin < worker_output < training_notes < stacks_on_signal < collect
+    < host_load < killed_workers < ask_progress < agent < remote_parent
 
-The workers themselves import `stacks_on_signal`, with torch.
+The workers themselves import `stacks_on_signal`, with torch, and with it `training_notes`.
 """

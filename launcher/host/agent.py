@@ -63,6 +63,7 @@ from .forked_workers import ForkedWorkers
 from .host_load import HostLoad
 from .killed_workers import KilledWorkers
 from .start_workers import CannotStartError, Worker, command_of, common_environment, start_workers
+from .training_notes import apart_file, met_file
 from .worker_output import WorkerOutput
 from .worker_stdin import WorkerStdin
 
@@ -333,10 +334,12 @@ class Agent:
         if stdin := self._stdins.pop(worker.number, None):
             stdin.close()
         assert self._job_dir is not None, "workers are started after it is made"
-        notes = (peer_lost_file, left_file, peer_left_file)
-        peer_lost, left, peer_left = (_was_there(note(self._job_dir, worker.number)) for note in notes)
+        notes = (peer_lost_file, left_file, peer_left_file, apart_file, met_file)
+        peer_lost, left, peer_left, apart, met = (_was_there(note(self._job_dir, worker.number)) for note in notes)
         self._progress.note_end(worker.number, worker.process.pid, progress_file(self._job_dir, worker.number))
-        self._channel.send(Exited(worker.number, returncode, peer_lost, left, peer_left, peak_memory))
+        self._channel.send(
+            Exited(worker.number, returncode, peer_lost, left, peer_left, peak_memory, apart=apart and not met)
+        )
 
 
 def _was_there(path: str) -> bool:

@@ -1,6 +1,7 @@
 """`register`: has a worker's Python stacks written on a signal, for reports on programs that do not call hvd.init().
 
     import torch ── entry point ──► register ── faulthandler
+                                        └─ training_notes.note_at_exit
     hvdlite-run ── collect ── the signal ──► <job's directory>/r<pid>.stacks
 
 `import torch` calls it in each process where hvdlite is installed, as it calls all entry points "torch.backends". Where
@@ -18,14 +19,22 @@ STACKS_SIGNAL = 62
 
 
 def register() -> None:
-    """Registers the handler, in the process that a worker's command has started, and not in those that it forks.
+    """Registers the handlers, in the process that a worker's command has started, and not in those that it forks.
 
     Never raises: a program without reports is better than none.
     """
-    job_dir, worker = os.environ.get("HVDLITE_JOB_DIR"), os.environ.get("HVDLITE_WORKER")
-    if not (job_dir and worker) or sys.platform != "linux" or _is_of_multiprocessing():
+    job_dir, worker = os.environ.get("HVDLITE_JOB_DIR"), os.environ.get("HVDLITE_WORKER", "")
+    if not (job_dir and worker.isdecimal()) or _is_of_multiprocessing():
         return
-    import faulthandler  # noqa: PLC0415  # a process that is no worker pays for none of these
+    from .training_notes import note_at_exit  # noqa: PLC0415  # a process that is no worker does not pay for it
+
+    note_at_exit(job_dir, int(worker))
+    if sys.platform == "linux":
+        _write_stacks_on_signal(job_dir)
+
+
+def _write_stacks_on_signal(job_dir: str) -> None:
+    import faulthandler  # noqa: PLC0415  # as above
     import json  # noqa: PLC0415
     import signal  # noqa: PLC0415
 

@@ -62,6 +62,7 @@ from .roster import Roster
 from .screen import Screen, draws_in_place
 from .summary import Summary
 from .supervisor import Judgement, Observer, Supervisor
+from .trained_apart import TrainedApart
 from .watch import EACH_S as WATCH_EACH_S
 from .watch import Watch
 
@@ -118,7 +119,8 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
             directory=job.report_dir,
         )
         views = _Views(job, running, agents, view)
-        observers = list(views.observers)
+        apart = TrainedApart(running.roster, running=lambda: running.ending.running)
+        observers = [*views.observers, apart]
         if job.elastic is None:
             observers.append(
                 LateStart(
@@ -147,6 +149,8 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
         log("no process of the job is left")
         if report := running.report():
             screen.say(report)
+        if outcome.exit_code == 0 and (warning := apart.warning()):
+            screen.say(warning)
         if outcome.message and store is None:
             screen.say(outcome.message)
         screen.close()

@@ -20,6 +20,8 @@ rank is its slot on the host, which stays.
 A worker creates empty files in HVDLITE_JOB_DIR before it ends. ``worker.<number>.peer-lost`` means that it ends only
 because it lost a peer, so it does not count as the cause; with ``worker.<number>.peer-left`` that peer was ending its
 program without an error. ``worker.<number>.left`` means that the worker itself does that.
+``worker.<number>.apart`` means that a program of the worker trained and met no other rank, ``worker.<number>.met`` that
+one has met others.
 
 A program that only knows torch.distributed finds the variables of torchrun; MASTER_PORT is kept free on rank 0's host
 until rank 0 listens. One written for Horovod finds the variables of horovodrun. The table below has them all, and

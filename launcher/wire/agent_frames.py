@@ -156,7 +156,7 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
         {
             "worker": _worker,
             "returncode": _number(-255, 255),
-            **dict.fromkeys(("peer_lost", "left", "peer_left"), _bool),
+            **dict.fromkeys(("peer_lost", "left", "peer_left", "apart"), _bool),
             "peak_memory": _number(0, 1 << 60),
         },
     ),

@@ -139,7 +139,8 @@ class Exited:
 
     ``returncode`` is -n for signal n. ``peer_lost``: the worker reported that it ended only because another rank ended.
     ``left``: the worker reported that it was leaving the other ranks on its own account, before they could notice.
-    ``peer_left``: the worker reported that the rank it lost was doing that. ``peak_memory``: the most bytes of memory
+    ``peer_left``: the worker reported that the rank it lost was doing that. ``apart``: the worker reported that it has
+    trained a model of its own, and met no other rank. ``peak_memory``: the most bytes of memory
     that its process, or a child it has waited for, had at a time; 0 if that is not known, or follows in `PeakMemory`.
     """
 
@@ -149,6 +150,7 @@ class Exited:
     left: bool = False
     peer_left: bool = False
     peak_memory: int = 0
+    apart: bool = False
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,15 @@ def test_messages_before_the_garbage_still_come_out():
 # For each kind in JSON: a valid payload, and for each field invalid values.
 RIGHT = {
     3: {"worker": 0, "pid": 1},
-    4: {"worker": 0, "returncode": -9, "peer_lost": False, "left": False, "peer_left": False, "peak_memory": 0},
+    4: {
+        "worker": 0,
+        "returncode": -9,
+        "peer_lost": False,
+        "left": False,
+        "peer_left": False,
+        "peak_memory": 0,
+        "apart": True,
+    },
     5: {"why": "no", "exit_code": 1},
     7: {"version": "1", "slots": None, "address": "10.0.0.1", "port": 1, "machine": None},
     17: {"numbers": [0], "signum": 15},
@@ -188,6 +196,7 @@ WRONG = {
         (0, "true"),
     ),
     "slots": [0, HUGE, "1"],
+    "apart": [0, "true"],
     "peak_memory": [-1, HUGE, "1", True],
     "number": [-1, HUGE, "1", True],
     "facts": ["\0", "\ud800", 1],

@@ -1,0 +1,83 @@
+"""`note_at_exit`: has a worker note, when it ends, that it trained a model of its own: one that no other rank knows of.
+
+    import torch ── stacks_on_signal.register ── note_at_exit ── exit handler ──► worker.<number>.apart, or .met
+    agent ── Exited(apart=True) ──► job.trained_apart ── one warning at the job's end
+
+A process has trained if it has made an optimizer of PyTorch's. It has met others if it has ever been in a process group
+of torch.distributed, or its RPC, or uses MPI. `hvd.init` alone makes a process group, so there hvdlite is asked whether
+anything was exchanged since then. A process that has trained nothing, as one that evaluates its share of some files,
+leaves no note. It looks at what torch keeps anyway, and only when the process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+def apart_file(job_dir: str, worker: int) -> str:
+    """Returns the path of the file that says that a program of the worker trained and met no other rank."""
+    return os.path.join(job_dir, f"worker.{worker}.apart")
+
+
+def met_file(job_dir: str, worker: int) -> str:
+    """Returns the path of the file that says that a program of the worker has met other ranks."""
+    return os.path.join(job_dir, f"worker.{worker}.met")
+
+
+def note_at_exit(job_dir: str, worker: int) -> None:
+    """Leaves the note when this process ends; not if its program has failed, nor in processes that it forks."""
+    pid = os.getpid()
+
+    def leave_note() -> None:
+        if os.getpid() != pid or _is_independent() or getattr(sys, "last_value", None) is not None:
+            return
+        # A worker may run several programs, one after the other: one that has met others is enough.
+        with contextlib.suppress(Exception):
+            if _has_met():
+                _touch(met_file(job_dir, worker))
+            elif _has_trained():
+                _touch(apart_file(job_dir, worker))
+
+    atexit.register(leave_note)
+
+
+def _is_independent() -> bool:
+    """Whether the user has said, by --independent or its variable, that ranks are to train without each other."""
+    return os.environ.get("HVDLITE_INDEPENDENT", "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def _touch(path: str) -> None:
+    with open(path, "w"):
+        pass
+
+
+def _has_met() -> bool:
+    library: Any = sys.modules.get("hvdlite.runtime.world")
+    if library is not None and (has_exchanged := library.has_exchanged()) is not None:
+        return bool(has_exchanged)
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    rpc: Any = sys.modules.get("torch.distributed.rpc")
+    return (
+        "mpi4py.MPI" in sys.modules
+        or (distributed is not None and distributed.GroupMember.WORLD is not None)
+        # Both stay when a process group is destroyed.
+        or any(getattr(distributed, name, None) is not None for name in ("_backend", "_default_pg_init_method"))
+        or getattr(rpc, "_init_counter", 0) > 0
+    )
+
+
+def _has_trained() -> bool:
+    """Whether an optimizer was made: the first of each class marks its class's ``step``."""
+    base: Any = getattr(sys.modules.get("torch.optim.optimizer"), "Optimizer", None)
+    return base is not None and any(getattr(vars(each).get("step"), "hooked", False) for each in _with_subclasses(base))
+
+
+def _with_subclasses(base: type[Any]) -> Iterator[type[Any]]:
+    yield base
+    for each in base.__subclasses__():
+        yield from _with_subclasses(each)
