@@ -23,6 +23,7 @@ from .comm.reduce_op import Max
 from .control.handle import Handle
 from .log import log
 from .ops.api import allreduce_async, barrier
+from .outside_graphs import keep_outside_graphs
 from .runtime.make_world import World
 from .runtime.world import current_world
 
@@ -114,3 +115,6 @@ class SignalSaver:
             why = str(error)
         if why is not None:
             log.error("all ranks have saved, but %s failed: %s", " ".join(command), why)
+
+
+keep_outside_graphs(globals())

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..errors import describe_interrupt
+from ..outside_graphs import keep_outside_graphs
 
 _numbers = itertools.count(1)
 
@@ -99,3 +100,6 @@ class Handle(int):
 
     def __reduce__(self) -> Any:
         raise TypeError(f"a handle ({self.what}) cannot be pickled: call hvd.synchronize() in the process that has it")
+
+
+keep_outside_graphs(globals())

@@ -15,6 +15,7 @@ from ..errors import CommunicationError, HvdliteError, StateLostError
 from ..faults import point
 from ..log import log
 from ..ops.api import allreduce
+from ..outside_graphs import keep_outside_graphs
 from ..runtime.world import (
     current_world,
     enter_again,
@@ -160,3 +161,6 @@ def _must_sync(needs_sync: bool) -> bool:
             )
         raise CommunicationError("rank 0 has not got the state of the training, and ends")
     return bool(any_needs_sync)
+
+
+keep_outside_graphs(globals())

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Sampler
 
+from ..outside_graphs import keep_outside_graphs
 from ..runtime.survival import Note
 from ..runtime.world import current_world, is_initialized, note_samples, rank, size
 from .ledger import Division, Loss, Votes, losses_from
@@ -295,3 +296,6 @@ class ElasticSampler(Sampler[int]):
         untrained = division.processed - self._votes.trained(number, division.processed)
         division.processed -= untrained
         self.processed_num -= untrained * self.num_replicas
+
+
+keep_outside_graphs(globals())

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from ..faults import point
 from ..log import log
+from ..outside_graphs import keep_outside_graphs
 
 
 class HostUpdates(enum.IntFlag):
@@ -240,3 +241,6 @@ class ObjectState(State):
                 f"{type(self).__name__}({name}=...) cannot be saved: copying a {type(value).__name__} failed with "
                 f"{type(error).__name__}: {error}. Keep what can be copied in the state, and make the rest anew"
             ) from error
+
+
+keep_outside_graphs(globals())

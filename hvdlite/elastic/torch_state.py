@@ -33,6 +33,7 @@ from ..optim.optimizer_state import (
     unwrapped,
     what_is_equal,
 )
+from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set_functions import global_process_set
 from ..runtime.world import rank, require_ended
 from .handover import Handed, InPlace, hand_over
@@ -426,3 +427,6 @@ class TorchState(ObjectState):
     def _each(self, do: Callable[[StateHandler], None]) -> None:
         for handler in self._handlers.values():
             do(handler)
+
+
+keep_outside_graphs(globals())

@@ -48,6 +48,7 @@ from ..control.operation import (
     Operation,
 )
 from ..errors import WrongTypeError
+from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set
 from ..values import shown
@@ -438,3 +439,6 @@ def _known(handle: object, asker: str) -> Handle:
             "function with _async in its name"
         )
     return handle
+
+
+keep_outside_graphs(globals())

@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..comm.group import Group
 from ..control.operation import Execution, Kind, Operation
 from ..errors import UnsupportedError
+from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet, check_process_set
 from ..runtime.process_set_functions import global_process_set
 from .base import submit, title
@@ -353,3 +354,6 @@ def input_gradient(
     result = input.to(mean.dtype) - spread_out(mean)
     result.mul_(spread_out(-of_dot * inverse * scale)).addcmul_(grad.to(mean.dtype), spread_out(scale))
     return result.sub_(spread_out(of_grad * scale)).to(input.dtype)
+
+
+keep_outside_graphs(globals())

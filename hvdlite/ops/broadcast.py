@@ -37,6 +37,7 @@ from ..control.operation import (
     Execution,
     Operation,
 )
+from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
 from ..signing import digest
@@ -335,3 +336,6 @@ def _broadcast_pack(pack: list[Tensor], root: int, group: Group, what: str) -> N
                 as_bytes(tensor).copy_(place)
             else:
                 tensor.copy_(place.view(tensor.dtype).view(tensor.shape))
+
+
+keep_outside_graphs(globals())

@@ -21,6 +21,7 @@ from ..control.handle import Handle
 from ..control.operation import Execution, Kind, Run
 from ..control.reducer_registry import SitsOut
 from ..errors import CommunicationError
+from ..outside_graphs import keep_outside_graphs
 from ..runtime.world import current_world
 from ..values import shown, whole_number
 from .allreduce import stand_in
@@ -126,3 +127,6 @@ def _stand_in_on(device: int) -> StandIn:
         return run
 
     return on_device
+
+
+keep_outside_graphs(globals())

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import GradientError
+from ..outside_graphs import keep_outside_graphs
 from .arguments import check_trained, check_weighted, names_of_added_group
 from .clipping import NormClipper
 from .horovod_attributes import HorovodsAttributes
@@ -369,3 +370,6 @@ class AveragingOptimizer(HorovodsAttributes):
         self._named += named
         self._reducer.add_params(named)
         self._reducer.connect()
+
+
+keep_outside_graphs(globals())

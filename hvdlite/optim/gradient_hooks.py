@@ -21,6 +21,7 @@ from ..control.generation import Generation
 from ..control.operation import OPTIMIZER
 from ..errors import GradientError
 from ..ops.base import compare
+from ..outside_graphs import keep_outside_graphs
 from .opening import Opened, Opening, Submit, raise_difference
 from .parameter_check import ParameterCheck
 from .plan import Description, can_have_gradient
@@ -250,3 +251,6 @@ def too_many_passes(name: str, backward_passes_per_step: int) -> GradientError:
         f"backward_passes_per_step={backward_passes_per_step}. Or wrap all backward passes but the last in `with "
         "optimizer.no_sync():`)"
     )
+
+
+keep_outside_graphs(globals())

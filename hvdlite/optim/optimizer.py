@@ -19,6 +19,7 @@ from torch import Tensor
 from ..comm.reduce_op import Average, ReduceOp
 from ..compression.casts import AnyCompression, Compression
 from ..environment import Environment
+from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
 from ..runtime.world import current_world, is_initialized
@@ -294,3 +295,6 @@ def _connection_of(process_set: ProcessSet, settings: Settings) -> Connection:
     survival = None if world is None else world.survival
     group = group_of(process_set, "hvd.DistributedOptimizer")
     return Connection(group, process_set.membership().generation, settings, check, ranks, submit, survival)
+
+
+keep_outside_graphs(globals())

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..outside_graphs import keep_outside_graphs
+
 
 class OptimizerProxy(torch.optim.Optimizer):
     """An optimizer, for LR schedulers, GradScaler and the like, that shares the wrapped one's state.
@@ -61,3 +63,6 @@ class OptimizerProxy(torch.optim.Optimizer):
         if name == "_optimizer":
             raise AttributeError(name)
         return getattr(self._optimizer, name)
+
+
+keep_outside_graphs(globals())

@@ -27,6 +27,7 @@ from ..ops.base import submit
 from ..ops.broadcast import broadcast_tensors, digest_of
 from ..ops.sendable import check_sendable, is_sendable, plain_tensor
 from ..ops.typed_values import Decoder, Encoder
+from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
 from ..values import shown
@@ -311,3 +312,6 @@ def is_plain_optimizer(optimizer: Any) -> bool:
         getattr(getattr(optimizer, name), "__func__", None) is getattr(torch.optim.Optimizer, name)
         for name in ("state_dict", "load_state_dict")
     )
+
+
+keep_outside_graphs(globals())

@@ -31,6 +31,7 @@ from ..errors import (
 )
 from ..faults import point
 from ..ops.failures import raise_together
+from ..outside_graphs import keep_outside_graphs
 from ..values import shown, whole_number
 from .bucket import Bucket
 from .exchange import Links
@@ -618,3 +619,6 @@ class Reducer(WorldPlan):
         self._layout.give_up()
         for _ in self._queue.finish_all(self.connected()):
             pass
+
+
+keep_outside_graphs(globals())

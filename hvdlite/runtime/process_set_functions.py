@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..comm.group import Group
+from ..outside_graphs import outside_graphs
 from .process_set import Membership, check_process_set
 from .process_set import ProcessSet as ProcessSet  # noqa: PLC0414  # `hvdlite` re-exports it from this module
 from .world import current_world, is_initialized
@@ -46,6 +47,7 @@ global_process_set: ProcessSet = _AllRanks()
 ProcessSet.tell_own_rank(lambda: current_world().group.rank)
 
 
+@outside_graphs
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a process set, or make and register one of these ranks; returns the set.
 
@@ -58,6 +60,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     return chosen
 
 
+@outside_graphs
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set; returns True. Every rank of the job must call it, and waits for all.
 

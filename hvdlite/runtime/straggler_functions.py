@@ -5,6 +5,7 @@ The public function `stragglers`, and `RankPace`, which it returns; `control.str
 from __future__ import annotations
 
 from ..control.stragglers import RankPace
+from ..outside_graphs import keep_outside_graphs
 from .world import current_world
 
 __all__ = ["RankPace", "stragglers"]
@@ -19,3 +20,6 @@ def stragglers() -> list[RankPace]:
     single rank, and with ``HVDLITE_STRAGGLERS=0``.
     """
     return sorted(current_world().controller.stragglers(), key=lambda pace: -pace.cost)
+
+
+keep_outside_graphs(globals())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from ..log import log
+from ..outside_graphs import keep_outside_graphs
 from ..timeline import session as timeline
 from ..values import is_file_name, shown
 from .world import current_world
@@ -50,3 +51,6 @@ def stop_timeline() -> None:
     """
     world = current_world()
     timeline.stop(world.generation.recorder, world.group, world.controller)
+
+
+keep_outside_graphs(globals())

@@ -34,6 +34,7 @@ from ..errors import (
     describe_interrupt,
 )
 from ..log import log
+from ..outside_graphs import outside_graphs
 from ..rendezvous.given_place import GivenPlace
 from ..rendezvous.key_listener import KeyListener
 from ..rendezvous.last_votes import leave_last_votes, read_last_votes
@@ -69,6 +70,7 @@ _process = ProcessState()
 _exchanged = Exchanged()
 
 
+@outside_graphs
 def init(
     timeout_s: float | None = None,
     *,
@@ -308,6 +310,7 @@ def last_seat() -> Seat | None:
     return _process.seat
 
 
+@outside_graphs
 def shutdown() -> None:
     """Disconnect from the other ranks; does nothing if `init` was not called.
 
