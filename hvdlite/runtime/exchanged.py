@@ -19,6 +19,9 @@ from torch.optim import Optimizer
 from ..control.handle import next_number
 from ..log import log
 
+# `_uses_of_default_group` once it is open.
+_UNUSED = 1
+
 
 class Exchanged:
     """Compares what was counted when a world began and ended, for all worlds of a process."""
@@ -28,16 +31,18 @@ class Exchanged:
         """Whether anything was exchanged; None before the process was in a world with other ranks."""
         self._size = 0
         self._warns = False
-        self._begun_at: tuple[int, int] | None = None
+        self._begun_at: tuple[int, int | None] | None = None
 
     def begin(self, rank: int, size: int, *, is_adopted: bool, warns: bool) -> None:
-        """Counts from now on, in a world of several ranks. ``is_adopted``: the program itself has connected them.
+        """Counts from now on, in a world of several ranks. ``is_adopted``: in the program's own default group.
 
         ``warns``: `warn_at_end` may warn.
         """
         self._size, self._warns = size, warns and rank == 0
-        self.has_met = bool(self.has_met) or is_adopted
-        self._begun_at = None if self.has_met else (next_number(), _uses_of_default_group())
+        self.has_met = bool(self.has_met)
+        # The program may have used its own group before.
+        uses = _UNUSED if is_adopted else _uses_of_default_group()
+        self._begun_at = None if self.has_met else (next_number(), uses)
 
     def end(self) -> None:
         """Counts no longer; to be called before anything is closed."""
@@ -45,7 +50,8 @@ class Exchanged:
             return
         (number, uses), self._begun_at = self._begun_at, None
         # One more than the last number, if no operation has taken any.
-        self.has_met = next_number() > number + 1 or _uses_of_default_group() != uses
+        now = _uses_of_default_group()
+        self.has_met = next_number() > number + 1 or now is None or now != uses
 
     def warn_at_end(self) -> None:
         """Warns, on rank 0, if the process has trained and exchanged nothing. Not where its program has failed."""
@@ -61,13 +67,19 @@ class Exchanged:
         )
 
 
-def _uses_of_default_group() -> int:
-    """Returns a number that grows with each collective of the default process group, and each new group."""
+def _uses_of_default_group() -> int | None:
+    """Returns a number that grows with each collective of the default process group, and each new group.
+
+    None if its backend, such as one that is not PyTorch's, does not count.
+    """
     group = dist.group.WORLD
     if group is None:
         return 0
-    backends: list[Any] = [group._get_backend(device) for device in group._device_types]  # torch's stubs lack a method
-    return dist.get_pg_count() + sum(int(backend._get_sequence_number_for_group()) for backend in backends)
+    try:
+        backends: list[Any] = [group._get_backend(device) for device in group._device_types]  # torch's stubs lack much
+        return dist.get_pg_count() + sum(int(backend._get_sequence_number_for_group()) for backend in backends)
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def _has_trained() -> bool:

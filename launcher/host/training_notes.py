@@ -3,10 +3,11 @@
     import torch ── stacks_on_signal.register ── note_at_exit ── exit handler ──► worker.<number>.apart, or .met
     agent ── Exited(apart=True) ──► job.trained_apart ── one warning at the job's end
 
-A process has trained if it has made an optimizer of PyTorch's. It has met others if it has ever been in a process group
-of torch.distributed, or its RPC, or uses MPI. `hvd.init` alone makes a process group, so there hvdlite is asked whether
-anything was exchanged since then. A process that has trained nothing, as one that evaluates its share of some files,
-leaves no note. It looks at what torch keeps anyway, and only when the process ends.
+A process has trained if it has made an optimizer of PyTorch's. It has met others if it has used the process groups of
+torch.distributed, or its RPC, or MPI; a default group that was opened and never used is not enough, as Accelerate opens
+one beside training that is not distributed. After `hvd.init` hvdlite is asked whether anything was exchanged since. A
+process that has trained nothing, as one that evaluates its share of some files, leaves no note. It looks at what torch
+keeps anyway, and only when the process ends.
 """
 
 from __future__ import annotations
@@ -62,13 +63,16 @@ def _has_met() -> bool:
         return bool(has_exchanged)
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
     rpc: Any = sys.modules.get("torch.distributed.rpc")
-    return (
-        "mpi4py.MPI" in sys.modules
-        or (distributed is not None and distributed.GroupMember.WORLD is not None)
-        # Both stay when a process group is destroyed.
-        or any(getattr(distributed, name, None) is not None for name in ("_backend", "_default_pg_init_method"))
-        or getattr(rpc, "_init_counter", 0) > 0
-    )
+    if "mpi4py.MPI" in sys.modules or getattr(rpc, "_init_counter", 0) > 0:
+        return True
+    if distributed is None:
+        return False
+    if (group := distributed.GroupMember.WORLD) is not None:
+        backends = [group._get_backend(device) for device in group._device_types]
+        counts = [backend._get_sequence_number_for_group() for backend in backends]
+        return distributed.get_pg_count() > 1 or any(counts)
+    # Both stay when a process group is destroyed.
+    return any(getattr(distributed, name, None) is not None for name in ("_backend", "_default_pg_init_method"))
 
 
 def _has_trained() -> bool:

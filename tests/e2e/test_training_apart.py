@@ -37,8 +37,13 @@ elif rank == 2:
 INIT = f"""
 import hvdlite as hvd
 {TRAINS}
+if sys.argv[1] == "adopts":
+    torch.distributed.init_process_group("gloo")
+    torch.distributed.barrier()
 hvd.init()
-if sys.argv[1] == "ddp":
+if sys.argv[1] == "adopts":
+    train()
+elif sys.argv[1] == "ddp":
     train(torch.nn.parallel.DistributedDataParallel)
 elif sys.argv[1] == "broadcast":
     train()
@@ -70,6 +75,7 @@ def test_ranks_that_met_nobody_are_named_once(launch):
         ("apart", ("--independent",), 0),
         ("apart", ("--min-np", "2"), 1),
         ("ddp", (), 0),
+        ("adopts", (), 0),
         ("broadcast", (), 0),
         ("fails", (), 0),
     ],

@@ -28,7 +28,8 @@ def trains(): torch.optim.AdamW(PARAMS)
 def trains_by_its_own_optimizer(): Own(PARAMS)
 def trains_after_failing(): trains(); sys.last_value = ValueError()
 def is_meant(): trains(); os.environ["HVDLITE_INDEPENDENT"] = "1"
-def has_a_process_group(): trains(); dist.init_process_group("gloo", **store())
+def has_an_unused_process_group(): trains(); dist.init_process_group("gloo", **store())
+def has_a_process_group(): has_an_unused_process_group(); dist.all_reduce(torch.ones(1))
 def had_a_process_group(): has_a_process_group(); dist.destroy_process_group()
 def had_one_at_an_address():
     trains()
@@ -71,6 +72,7 @@ def test_a_program_that_made_an_optimizer_and_met_nobody_says_so_unless_it_is_me
     assert notes == {
         "trains.apart",
         "trains_by_its_own_optimizer.apart",
+        "has_an_unused_process_group.apart",
         "has_a_process_group.met",
         "had_a_process_group.met",
         "had_one_at_an_address.met",
