@@ -117,8 +117,11 @@ def on_hosts(*names: str) -> Any:
         group.hosts = earlier
 
 
-def train(kind: str, *, weigh: bool = False, tolerance: float | None = 1e-6, **options: Any) -> None:
-    """Trains three steps, and compares with one process on the whole batch unless ``tolerance`` is None."""
+def train(kind: str, *, weigh: bool = False, tolerance: float | None = 1e-6, **options: Any) -> float:
+    """Trains three steps, and compares with one process on the whole batch unless ``tolerance`` is None.
+
+    Returns the greatest difference.
+    """
     rank, size = hvd.rank(), hvd.size()
     model = model_of(kind)
     truth = copy.deepcopy(model)
@@ -136,16 +139,19 @@ def train(kind: str, *, weigh: bool = False, tolerance: float | None = 1e-6, **o
         if "max_norm" in options:
             nn.utils.clip_grad_norm_(truth.parameters(), options["max_norm"])
         alone.step()
+    difference = 0.0
     with optimizer.averaged():
         for found, expected in zip(model.parameters(), truth.parameters(), strict=True):
             all_found = hvd.allgather(found.detach().reshape(1, -1))
             assert torch.equal(all_found[0], all_found[-1])
+            difference = max(difference, float((found.detach() - expected.detach()).abs().max()))
             if tolerance is not None:
                 assert is_close(found.detach() - expected.detach(), 0, tolerance), options
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.consolidate_state_dict(to=0)
     optimizer.load_state_dict(saved)
     optimizer.close()
+    return difference
 
 
 class Halved(hvd.Compressor):

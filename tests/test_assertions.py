@@ -1,0 +1,86 @@
+"""No assertion has an effect, so that programs run the same under ``python -O``, which leaves them out."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import hvdlite_launcher
+import pytest
+
+import hvdlite
+
+# Functions and methods that change nothing, whatever they are called on here.
+PURE = {"isinstance", "len", "sum", "data_ptr", "is_contiguous", "numel"}
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for package in (hvdlite, hvdlite_launcher):
+        for path in sorted(Path(package.__file__).parent.rglob("*.py")):
+            yield str(path), ast.parse(path.read_text())
+
+
+def with_effects(condition: ast.expr, acting: set[str]) -> list[str]:
+    """Returns what may have an effect in a condition; ``acting`` are names of properties whose bodies call something.
+
+    Everything but names, attributes, constants, operators, subscripts, and calls of what is `PURE`.
+    """
+    found = []
+    for node in ast.walk(condition):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            is_fine = name in PURE
+        elif isinstance(node, ast.Attribute):
+            is_fine = node.attr not in acting
+        else:
+            is_fine = not isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom | ast.comprehension)
+        if not is_fine:
+            found.append(ast.unparse(node) if not isinstance(node, ast.comprehension) else "a comprehension")
+    return found
+
+
+def acting_properties(trees: list[ast.Module]) -> set[str]:
+    """Returns the names of properties that do more than to return what is there."""
+    acting = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef) and any("property" in ast.unparse(each) for each in node.decorator_list):
+            body = [
+                each for each in node.body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+            ]
+            is_plain = (
+                len(body) == 1
+                and isinstance(body[0], ast.Return)
+                and not any(isinstance(each, ast.Call) for each in ast.walk(body[0]))
+            )
+            if not is_plain:
+                acting.add(node.name)
+    return acting
+
+
+def test_no_assertion_has_an_effect():
+    parsed = list(modules())
+    acting = acting_properties([tree for _, tree in parsed])
+    assert "param_groups" in acting or "local_rank" in acting, "there are such properties"
+    wrong, seen = [], 0
+    for path, tree in parsed:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assert):
+                seen += 1
+                wrong += [f"{path}:{node.lineno}: {each}" for each in with_effects(node.test, acting)]
+    assert not wrong, "call it before, and assert its result:\n" + "\n".join(wrong)
+    assert seen > 50
+
+
+@pytest.mark.parametrize(
+    "condition", ["self._view_of(state) is not None", "(x := f) is None", "[each for each in all_of_them]", "a.drawn"]
+)
+def test_the_rule_finds_effects(condition):
+    assert with_effects(ast.parse(condition, mode="eval").body, {"drawn"})
+
+
+def test_nothing_depends_on_docstrings_or_on_whether_there_are_assertions():
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            name = getattr(node, "attr", getattr(node, "id", None))
+            assert name not in ("__doc__", "__debug__", "getdoc", "cleandoc"), f"{path}:{node.lineno}"
