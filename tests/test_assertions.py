@@ -26,17 +26,16 @@ def with_effects(condition: ast.expr, acting: set[str]) -> list[str]:
 
     Everything but names, attributes, constants, operators, subscripts, and calls of what is `PURE`.
     """
-    found = []
+    found, methods = [], {id(node.func) for node in ast.walk(condition) if isinstance(node, ast.Call)}
     for node in ast.walk(condition):
         if isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            is_fine = name in PURE
+            is_fine = getattr(node.func, "attr", getattr(node.func, "id", "")) in PURE
         elif isinstance(node, ast.Attribute):
-            is_fine = node.attr not in acting
+            is_fine = node.attr not in acting or id(node) in methods
         else:
             is_fine = not isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom | ast.comprehension)
         if not is_fine:
-            found.append(ast.unparse(node) if not isinstance(node, ast.comprehension) else "a comprehension")
+            found.append("a comprehension" if isinstance(node, ast.comprehension) else ast.unparse(node))
     return found
 
 
@@ -45,14 +44,9 @@ def acting_properties(trees: list[ast.Module]) -> set[str]:
     acting = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef) and any("property" in ast.unparse(each) for each in node.decorator_list):
-            body = [
-                each for each in node.body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
-            ]
-            is_plain = (
-                len(body) == 1
-                and isinstance(body[0], ast.Return)
-                and not any(isinstance(each, ast.Call) for each in ast.walk(body[0]))
-            )
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            has_calls = any(isinstance(each, ast.Call) for statement in body for each in ast.walk(statement))
+            is_plain = len(body) == 1 and isinstance(body[0], ast.Return) and not has_calls
             if not is_plain:
                 acting.add(node.name)
     return acting
