@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .ignored import remarks_of_ignored
 from .values import LONGEST_S
@@ -38,6 +38,9 @@ DEFAULT_STALL_WARNING_S = 60.0
 DEFAULT_TIMEOUT_S = 1800.0
 
 TRACE = 5
+
+# When parameters are compared, as `hvd.init` takes it.
+CheckParameters = bool | int | Literal["warn"]
 _LEVELS: Mapping[str, int] = MappingProxyType(
     {
         "trace": TRACE,
@@ -295,7 +298,7 @@ class Environment:
         default=True,
         metadata=_own("CHECK", SWITCH, "1", "0: collectives start without a check that all ranks call the same"),
     )
-    check_parameters: bool | int = field(
+    check_parameters: CheckParameters = field(
         default=True,
         metadata=_own(
             "CHECK_PARAMETERS",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from .environment import CheckParameters
 from .errors import HvdliteError
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def init(
     process_sets: Iterable[ProcessSet] | str | None = None,
     *,
     timeout_s: float | None = None,
-    check_parameters: bool | int | None = None,
+    check_parameters: CheckParameters | None = None,
 ) -> None:
     """Does what `hvdlite.init` does; also takes Horovod's first argument.
 

@@ -19,6 +19,7 @@ from ..comm import deferred_close
 from ..comm.group import Group
 from ..control.generation import Generation
 from ..control.operation import OPTIMIZER
+from ..environment import CheckParameters
 from ..errors import GradientError
 from ..ops.base import compare
 from ..outside_graphs import keep_outside_graphs
@@ -45,7 +46,7 @@ class GradientHooks(ABC):
         group: Group,
         generation: Generation,
         backward_passes_per_step: int,
-        check_parameters: bool | int,
+        check_parameters: CheckParameters,
         submit: Submit | None,
     ) -> None:
         self.backward_passes_per_step = backward_passes_per_step
@@ -66,7 +67,7 @@ class GradientHooks(ABC):
         self,
         group: Group,
         generation: Generation,
-        check_parameters: bool | int,
+        check_parameters: CheckParameters,
         submit: Submit | None,
         *,
         is_in_step: bool = False,

@@ -21,7 +21,9 @@ from ..comm.group import Group
 from ..comm.reduce_op import Max
 from ..comm.work import Work
 from ..control.mismatch import name_ranks
+from ..environment import CheckParameters
 from ..errors import MismatchError
+from ..log import log
 from ..ops.sendable import is_sendable, plain_tensor
 from ..signing import digest
 from .plan import is_dense
@@ -42,14 +44,16 @@ class ParameterCheck:
     comparison is due.
     """
 
-    def __init__(self, ranks: Group, when: bool | int, *, spares_first: bool = False) -> None:
+    def __init__(self, ranks: Group, when: CheckParameters, *, spares_first: bool = False) -> None:
         """``when``: True for the first step only, N for the first step and every N-th after it, False for none.
 
+        With "warn", a difference at the first step is a warning of one rank, and no error.
         ``spares_first``: each comparison is a step later. Equal on all ranks.
         """
         self._is_on = when is not False and ranks.size > 1
         self._first = int(spares_first)
-        self._every = 0 if isinstance(when, bool) else when
+        self._only_warns = when == "warn"
+        self._every = 0 if isinstance(when, bool | str) else when
         self._params: list[tuple[str, Tensor]] = []
         # The number of steps before the next comparison; None if none is due any more.
         self._steps_left: int | None = None
@@ -89,12 +93,18 @@ class ParameterCheck:
             self._work = group.all_reduce(self._extremes, _WHAT, Max)
 
     def finish(self, group: Group) -> None:
-        """Waits for the comparison, if one is due. Raises MismatchError on every rank if parameters differ.
+        """Waits for the comparison, if one is due. Raises MismatchError on every rank if parameters differ, or warns.
 
-        In that case the next step compares again.
+        After an error the next step compares again.
         """
-        if not self._await():
-            raise MismatchError(self._words(group, group.all_gather_json(self._own, _WHAT)))
+        if self._await():
+            return
+        difference = self._words(group, group.all_gather_json(self._own, _WHAT))
+        if not self._only_warns:
+            raise MismatchError(difference)
+        self._is_on, self._steps_left = False, None
+        if group.rank == 0:
+            log.warning("%s. Training goes on with what each rank has, as with Horovod; this is shown once", difference)
 
     def _await(self) -> bool:
         """Waits for the comparison, if one was sent. Returns False if parameters differ, and leaves it due again."""

@@ -23,6 +23,7 @@ from ..comm.engine import HasMemory
 from ..comm.group import Group
 from ..control.generation import Generation
 from ..control.reducer_registry import Progress
+from ..environment import CheckParameters
 from ..errors import NotInitializedError
 from ..runtime.survival import Survival
 from .exchange import Exchange, Links
@@ -54,7 +55,7 @@ class Connection:
     group: Group
     generation: Generation
     settings: Settings
-    check_parameters: bool | int = False
+    check_parameters: CheckParameters = False
     world: Group | None = None
     submit: Submit | None = None
     survival: Survival | None = None

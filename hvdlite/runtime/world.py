@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..comm import deferred_close
-from ..environment import READ_BY_INIT, Environment, launcher_variable, read_environment
+from ..environment import READ_BY_INIT, CheckParameters, Environment, launcher_variable, read_environment
 from ..errors import (
     CommunicationError,
     LaunchEnvironmentError,
@@ -76,7 +76,7 @@ def init(
     *,
     process_sets: Iterable[ProcessSet] | str | None = None,
     hierarchical: bool | None = None,
-    check_parameters: bool | int | None = None,
+    check_parameters: CheckParameters | None = None,
     survive: bool | None = None,
 ) -> None:
     """Find this process's rank and connect to the other ranks.
@@ -104,8 +104,9 @@ def init(
 
     ``check_parameters``: True makes the ranks of each `DistributedOptimizer` compare the values of its parameters at
     the first step; if they differ, all ranks raise a `MismatchError` that names the difference. A number N makes them
-    compare at every N-th step after that too (1: at every step), False never. The default is
-    ``HVDLITE_CHECK_PARAMETERS``, or True. Rank 0's value counts.
+    compare at every N-th step after that too (1: at every step), False never. ``"warn"`` makes a difference at the
+    first step a warning of one rank, after which they train on: the default of ``horovod.torch.init``. Here the default
+    is ``HVDLITE_CHECK_PARAMETERS``, or True. Rank 0's value counts.
 
     ``survive``: True lets the other ranks finish a step in which one is lost, with the average of their own gradients,
     in a job of ``hvdlite-run --min-np`` (the manual's page on elastic training says more). The default is
@@ -133,7 +134,7 @@ def _init(
     timeout_s: float | None,
     process_sets: Iterable[ProcessSet] | str | None,
     hierarchical: bool | None,
-    check_parameters: bool | int | None,
+    check_parameters: CheckParameters | None,
     survive: bool | None,
 ) -> None:
     global _world  # noqa: PLW0603 - the one module variable that rank(), size() and the rest read
@@ -504,14 +505,17 @@ def _is_debugged() -> bool:
     return isinstance(level, int) and level <= logging.DEBUG
 
 
-def _how_often(check_parameters: object) -> bool | int:
+def _how_often(check_parameters: object) -> CheckParameters:
     """Checks the argument ``check_parameters`` of `init`; raises a ValueError for a wrong one."""
     if isinstance(check_parameters, bool):
         return check_parameters
+    if type(check_parameters) is str and check_parameters == "warn":
+        return "warn"
     steps = whole_number(check_parameters)
     if steps is None or not 0 <= steps <= MOST:
         raise ValueError(
-            f"check_parameters={shown(check_parameters)} is none of True, False and a number of steps, such as 1000"
+            f"check_parameters={shown(check_parameters)} is none of True, False, 'warn' and a number of steps, such as "
+            "1000"
         )
     return steps or False
 

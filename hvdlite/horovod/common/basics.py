@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdlite import torch as names
+from hvdlite.horovod.beginning import init
 
 __all__ = ["HorovodBasics"]
 
@@ -14,6 +15,9 @@ class HorovodBasics:
 
     def __init__(self, *_: object) -> None:
         """Ignores Horovod's arguments, which locate its compiled library; hvdlite has none."""
+
+    # In place of hvdlite.torch's.
+    init = staticmethod(init)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(names, name)

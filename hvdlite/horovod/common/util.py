@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TypeVar
 
 import torch
 
+from hvdlite import torch as names
 from hvdlite.torch import check_extension
 
 __all__ = [
+    "ccl_built",
     "check_extension",
+    "cuda_built",
+    "ddl_built",
+    "env",
     "extension_available",
+    "gloo_built",
     "gpu_available",
     "is_iterable",
+    "is_version_greater_equal_than",
+    "mpi_built",
+    "nccl_built",
     "num_rank_is_power_2",
+    "rocm_built",
     "split_list",
 ]
 
@@ -30,6 +43,68 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Whether hvdlite supports this framework, and PyTorch finds a GPU."""
     return extension_available(ext_base_name, verbose) and torch.cuda.is_available()
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """Whether `hvdlite.torch.mpi_built` says so."""
+    return bool(names.mpi_built())
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """Whether `hvdlite.torch.gloo_built` says so."""
+    return bool(names.gloo_built())
+
+
+def nccl_built(verbose: bool = False) -> bool:
+    """Whether `hvdlite.torch.nccl_built` says so."""
+    return bool(names.nccl_built())
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """Whether `hvdlite.torch.ddl_built` says so."""
+    return bool(names.ddl_built())
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    """Whether `hvdlite.torch.ccl_built` says so."""
+    return bool(names.ccl_built())
+
+
+def cuda_built(verbose: bool = False) -> bool:
+    """Whether `hvdlite.torch.cuda_built` says so."""
+    return bool(names.cuda_built())
+
+
+def rocm_built(verbose: bool = False) -> bool:
+    """Whether `hvdlite.torch.rocm_built` says so."""
+    return bool(names.rocm_built())
+
+
+@contextmanager
+def env(**variables: str | None) -> Iterator[None]:
+    """A context with these environment variables; those that are None are not set in it."""
+    earlier = {name: os.environ.get(name) for name in variables}
+    _set(variables)
+    try:
+        yield
+    finally:
+        _set(earlier)
+
+
+def _set(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Whether version ``ver`` is ``target`` or later; what follows three numbers with dots does not count."""
+    found, wanted = (re.match(r"(\d+)\.(\d+)\.(\d+)", each) for each in (ver, target))
+    if found is None or wanted is None:
+        raise ValueError(f"version {ver!r} or {target!r} does not begin with three numbers, as 1.2.3 does")
+    return [int(each) for each in found.groups()] >= [int(each) for each in wanted.groups()]
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
