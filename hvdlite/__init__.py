@@ -10,7 +10,7 @@ hvdlite trains a PyTorch model on several ranks: it averages the gradients of an
 This module re-exports the public names of the packages below. Packages and modules import only what stands before
 them, and within a package its own docstring has the order:
 
-    errors < values < files < faults < signing < ignored < environment < log < outside_graphs < run_in_workers
+    errors < forks < values < files < faults < signing < ignored < environment < log < outside_graphs < run_in_workers
            < rendezvous < comm < shm < control < timeline < compression < runtime < worker_main < ops < optim < elastic
            < round_trips < communicator < signal_saver < chaos < lightning < ray < process_words < forked_program
            < fork_server

@@ -28,6 +28,7 @@ def main(environ: Mapping[str, str] = os.environ) -> None:
 
     An exception is raised again once it is stored. sys.exit() in the function ends the worker and stores nothing.
     """
+    own_pid = os.getpid()
     client = StoreClient.from_url(launcher_variable("STORE", environ))
     path, call = pickle.loads(client.get_large(b"call"))
     # The caller's path, because functions of its modules are pickled by name. Missing directories have no effect.
@@ -36,12 +37,15 @@ def main(environ: Mapping[str, str] = os.environ) -> None:
         func, args, kwargs = pickle.loads(call)
         value = _pickled(func(*args, **kwargs), "what the function returned")
     except Exception as error:
+        if os.getpid() != own_pid:  # in a process that the function has forked
+            raise
         _tell(client, environ, {"value": None, **_told_of(error)})
         # The caller of `run` gets the traceback, so this process does not print it. It still ends by the exception,
         # because exit handlers look at it.
         sys.excepthook = lambda *_: None
         raise
-    _tell(client, environ, {"value": value})
+    if os.getpid() == own_pid:
+        _tell(client, environ, {"value": value})
 
 
 def _pickled(value: object, what: str) -> bytes:

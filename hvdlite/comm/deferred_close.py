@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from .. import forks
 from ..log import log
 
 # How often `keep_until` looks.
@@ -26,10 +27,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5
 
 # SimpleQueue.put is reentrant, unlike Queue.put: a finalizer may call it while the same thread is inside put or get.
 _found: SimpleQueue[Callable[[], None]] = SimpleQueue()
-_starting = threading.Lock()
+_starting = forks.lock_of_process()
 # Held while `keep_until` drops a reference; never released after the end of the program.
-_dropping = threading.Lock()
-_running_in: int | None = None
+_dropping = forks.lock_of_process()
+_is_running = False
 
 
 def prepare() -> None:
@@ -37,10 +38,10 @@ def prepare() -> None:
 
     Call it before making an object whose finalizer calls `close_later`, and never from a finalizer.
     """
-    global _running_in  # noqa: PLW0603 - one thread per process, as there is one garbage collector
+    global _is_running  # noqa: PLW0603 - one thread per process, as there is one garbage collector
     with _starting:
-        if _running_in != os.getpid():
-            _running_in = os.getpid()
+        if not _is_running:
+            _is_running = True
             threading.Thread(target=_run, name="hvdlite-collected", daemon=True).start()
 
 
@@ -79,7 +80,7 @@ def finish(timeout_s: float) -> None:
     From now on `keep_until` keeps everything.
     """
     _dropping.acquire(timeout=timeout_s)
-    if _running_in == os.getpid():
+    if _is_running:
         wait_until_closed(timeout_s)
 
 
@@ -92,3 +93,12 @@ def _run() -> None:
             log.warning("could not close an object that is no longer referenced: %s", error)
         # The variable would keep the last object alive until the next one arrives.
         del close
+
+
+def _leave_to_parent() -> None:
+    """Forgets, in a forked child, what the parent is about to close, and that its thread runs."""
+    global _found, _is_running
+    _found, _is_running = SimpleQueue(), False
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

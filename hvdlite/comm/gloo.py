@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
 
+from .. import forks
 from ..errors import CommunicationError
 from ..log import log
 from ..signing import TAG_BYTES, Signer
@@ -335,6 +336,9 @@ class _ListenerFilter:
         self._files = (0, 0)
         self._room = 0  # how many more files the process could open before
 
+    def leave_to_parent(self) -> None:
+        self._lock, self._connecting, self._has_unknown = threading.Lock(), 0, False
+
     def loops_connecting(self) -> list[int]:
         """Returns the event loops of the groups that threads are opening; see the function of this name."""
         with self._lock:
@@ -379,6 +383,7 @@ class _ListenerFilter:
 
 
 _listener_filter = _ListenerFilter()
+forks.when_forked(_listener_filter)
 
 
 def _event_loops() -> set[int]:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
+from .. import forks
 from ..log import log
 from .gpu_clock import GpuClock
 
@@ -68,6 +69,11 @@ class Recorder:
         self._waits = itertools.count(1)
         self._writer: _Writer | None = None
         self._left = 0
+        forks.when_forked(self)
+
+    def leave_to_parent(self) -> None:
+        # A copy of its writer would write to the same file.
+        self.is_on, self._writer, self.recording = False, None, None
 
     def next_family(self) -> int:
         """Returns a number not used before in this recorder, for rows that belong together."""

@@ -20,12 +20,14 @@ from types import FrameType
 
 import torch
 
+from .. import forks
+
 LONGEST = 300
 """Most characters of a description."""
 
 _MOST_THREADS = 3
 
-_LISTS_FRAMES = threading.Lock()
+_LISTS_FRAMES = forks.lock_of_process()
 
 _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")

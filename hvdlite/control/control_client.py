@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from .. import forks
 from ..comm.group import Group
 from ..errors import CommunicationError, HvdliteError, MismatchError, PeerLostError
 from ..shm.board import HasBoard
@@ -115,12 +116,15 @@ class ControlClient:
         self._operation_groups.pop(group.set_id).close()
 
     def submit(self, group: Group, operation: Operation) -> Handle:
+        if forks.parent is not None:
+            raise forks.refusal(operation.describe())
         if operation.kind != OPTIMIZER:
             # A joining rank waits until these optimizers are open, and this operation may wait for that rank.
             self._reducers.open_all()
         return self._submitter.submit(group, operation)
 
     def join(self, *, average_of_active: bool, stand_in: StandIn, sit_out: SitOut) -> Handle:
+        forks.require_rank("hvd.join()")
         # The other ranks rely on it that a rank that has joined has opened all its optimizers.
         for opening in self._reducers.open_all():
             opening.wait()

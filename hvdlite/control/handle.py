@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from .. import forks
 from ..errors import describe_interrupt
 from ..outside_graphs import keep_outside_graphs
 
@@ -64,6 +65,11 @@ class Handle(int):
         """Whether `wait` would return, or raise, at once."""
         return self._ended.is_set()
 
+    def refuse_in_child(self) -> None:
+        """Raises a NotInitializedError in a forked child if the operation had not ended before: it never will there."""
+        if not self._ended.is_set():
+            forks.require_rank(self.what)
+
     def wait(self) -> Any:
         """Blocks, without using the CPU, until the operation ends; returns its result, also when called repeatedly.
 
@@ -71,6 +77,7 @@ class Handle(int):
         """
         try:
             if not self._ended.is_set():
+                self.refuse_in_child()
                 with self.timed():
                     self._wait()
         except KeyboardInterrupt as interrupt:

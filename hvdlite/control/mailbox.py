@@ -10,13 +10,12 @@ them.
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from .. import forks
 from ..signing import Signer
 from .frames import Opener, Sealer
 
@@ -50,7 +49,7 @@ class Mailbox:
         # Data that the socket had no room for.
         self._outgoing = bytearray()
         self._is_broken = False
-        _remember(self)
+        forks.when_forked(self)
 
     def send(self, message: list[Any]) -> None:
         """Sends a message. Never blocks, and never fails because the other end is closed: `receive` reports that."""
@@ -123,8 +122,11 @@ class Mailbox:
         """Sends and receives no more: `receive` raises EOFError at both ends."""
         self._connection.shutdown(socket.SHUT_RDWR)
 
+    def leave_to_parent(self) -> None:
+        # An open copy would keep the connection alive after the parent's end, of which the other end must hear.
+        self.close()
+
     def close(self) -> None:
-        _open.pop(id(self), None)
         self._connection.close()
 
 
@@ -132,24 +134,3 @@ def mailbox_pair(session: Signer) -> tuple[Mailbox, Mailbox]:
     """Returns two connected ends within this process: a rank's, and rank 0's."""
     own_end, other_end = socket.socketpair()
     return Mailbox(own_end, session, of_rank_0=False), Mailbox(other_end, session, of_rank_0=True)
-
-
-# One fork hook for all mailboxes, since hooks cannot be unregistered.
-_open: dict[int, weakref.ref[Mailbox]] = {}
-
-
-def _remember(mailbox: Mailbox) -> None:
-    for number in [number for number, known in list(_open.items()) if known() is None]:
-        _open.pop(number, None)
-    _open[id(mailbox)] = weakref.ref(mailbox)
-
-
-def _close_in_child() -> None:
-    """Closes the connections in a forked child, such as a DataLoader's: they must not outlive the parent."""
-    for known in list(_open.values()):
-        mailbox = known()
-        if mailbox is not None:
-            mailbox.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

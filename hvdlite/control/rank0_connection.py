@@ -77,7 +77,6 @@ class Rank0Connection:
         self._reports = reports
         self._take = take
         self._fail_all = fail_all
-        self._pid = os.getpid()
         # Why no request is possible any more; None while the connection is usable.
         self.end_reason: EndReason | None = None
         self._is_closing = False
@@ -93,7 +92,7 @@ class Rank0Connection:
 
     def start(self, early: Iterable[list[Any]]) -> None:
         """Starts the threads; ``early`` are the messages that rank 0 sent right after its welcome."""
-        self._mailbox.send(["here", self._pid])
+        self._mailbox.send(["here", os.getpid()])
         self._executor.start()
         self._early = list(early)
         self._thread.start()
@@ -102,8 +101,8 @@ class Rank0Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether this process can send requests: not after the end, and not in a forked child."""
-        return self.end_reason is None and os.getpid() == self._pid
+        """Whether requests can be sent."""
+        return self.end_reason is None
 
     def send(self, *messages: list[Any]) -> None:
         """Sends messages if the connection still exists; raises a ValueError if one is too long."""
@@ -111,12 +110,7 @@ class Rank0Connection:
 
     def say(self, message: list[Any]) -> None:
         """Sends a message; fails all requests if the connection has ended, since there will be no answer."""
-        if os.getpid() != self._pid:
-            self.end_reason = EndReason(
-                "this process is a fork of a rank, such as a DataLoader's worker, and not a rank itself: call "
-                "collectives in the main process"
-            )
-        elif self.end_reason is None:
+        if self.end_reason is None:
             self._mailbox.send(message)
         self.fail_if_ended()
 

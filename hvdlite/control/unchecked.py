@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from .. import forks
 from ..comm.group import Group
 from ..comm.recorder import OPERATIONS, Recorder
 from ..errors import MismatchError, NotInitializedError
@@ -57,6 +58,7 @@ class UncheckedController:
 
     def submit(self, group: Group, operation: Operation) -> Handle:
         what = operation.describe()
+        forks.require_rank(what)
         handle = Handle(what)
         one_thread = self._one_thread.setdefault(group.set_id, OneThread(self._size))
         way_out = _WAY_OUT_OF_FIRST_STEP if operation.kind == OPTIMIZER else ""
@@ -76,6 +78,7 @@ class UncheckedController:
         return handle
 
     def join(self, *, average_of_active: bool, stand_in: StandIn, sit_out: SitOut) -> Handle:
+        forks.require_rank("hvd.join()")
         if self._size > 1:
             raise RuntimeError("hvd.join() does not work with HVDLITE_CHECK=0: unset HVDLITE_CHECK, or set it to 1")
         handle = Handle("join")

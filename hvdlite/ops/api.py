@@ -421,7 +421,9 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 def poll(handle: Handle) -> bool:
     """Whether `synchronize` would return, or raise, at once."""
-    return _known(handle, "poll").is_ended()
+    known = _known(handle, "poll")
+    known.refuse_in_child()
+    return known.is_ended()
 
 
 def synchronize(handle: Handle | None) -> Any:

@@ -109,6 +109,7 @@ class AveragingOptimizer(HorovodsAttributes):
         A second call before the next backward does nothing. A ``step()`` without ``skip_synchronize`` does not average
         again either; it warns once, as Horovod does. With Adasum, `synchronize` does nothing.
         """
+        self._reducer.require_own("optimizer.synchronize()")
         self._reducer.synchronize()
         # With Adasum, `synchronize` did nothing.
         self._synchronized = not self._reducer.steps_first
@@ -178,6 +179,8 @@ class AveragingOptimizer(HorovodsAttributes):
         between `load_state_dict` and the first step: then the ranks of all hosts enter it together. Without a step
         or a loaded state, and without ``outer=``, ranks have equal parameters anyway, and it does nothing.
         """
+        if self._reducer.outer is not None:
+            self._reducer.require_own("optimizer.averaged()")
         if self._reducer.outer is not None and self._reducer.outer.must_open:
             self._reducer.connected()
         with nullcontext() if self._reducer.outer is None else self._reducer.outer.showing_anchor():
@@ -204,6 +207,7 @@ class AveragingOptimizer(HorovodsAttributes):
         A ``closure`` is called once, and the gradients that it computes are averaged before they are used. Returns
         what the closure returns, this rank's own loss.
         """
+        self._reducer.require_own("optimizer.step()")
         self._warn_of_synchronizing_twice()
         self._warn_of_accumulating_nothing()
         set_by_scaler = vars(self)
@@ -339,6 +343,7 @@ class AveragingOptimizer(HorovodsAttributes):
         the next step ``state_dict()`` is local again. Raises ValueError for an exchange of your own that keeps a state,
         and has no `Exchange.consolidate`.
         """
+        self._reducer.require_own("optimizer.consolidate_state_dict()")
         self._reducer.consolidate(to)
 
     @property
@@ -360,6 +365,7 @@ class AveragingOptimizer(HorovodsAttributes):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Works like PyTorch's, and averages the group's gradients too. Every rank must call it; it waits for all."""
+        self._reducer.require_own("optimizer.add_param_group()")
         self._reducer.require_nothing_pending("add_param_group() was called", "call step() first")
         self._optimizer.add_param_group(param_group)
         try:

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from .. import forks
 from ..comm import deferred_close
 from ..comm.group import Group
 from ..control.generation import Generation
 from ..control.operation import OPTIMIZER
 from ..environment import CheckParameters
-from ..errors import GradientError
+from ..errors import GradientError, NotInitializedError
 from ..ops.base import compare
 from ..outside_graphs import keep_outside_graphs
 from .opening import Opened, Opening, Submit, raise_difference
@@ -62,6 +63,30 @@ class GradientHooks(ABC):
         self._only_accumulating = False
         # Autograd's numbers of the backward passes since the last step, including those under `only_accumulating`.
         self._backwards: set[int] = set()
+        # What this process is, in words, if it is a forked child, whose parent has the optimizer.
+        self._copied_to = ""
+        forks.when_forked(self)
+
+    def leave_to_parent(self) -> None:
+        """Makes gradients the child's own: autograd calls no hook, and no collective of the parent's is waited for."""
+        if forks.parent is None:
+            # No rank has been forked, but a process that may become one, as its child may.
+            return
+        self._copied_to = forks.description()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._forget_engine()
+        self._pinning = threading.Lock()
+        self._backwards.clear()
+
+    def require_own(self, what: str) -> None:
+        """Raises a NotInitializedError in a forked child, which names ``what``."""
+        if self._copied_to:
+            raise NotInitializedError(
+                f"{what}: {self._copied_to}: call it in the rank's own process, or train a copy of the model with an "
+                "optimizer that is not wrapped"
+            )
 
     def _join(
         self,
@@ -83,10 +108,13 @@ class GradientHooks(ABC):
         self._clock = generation.watch.clock
         self._trace = StepTrace(generation.recorder)
         self._check = ParameterCheck(group, check_parameters, spares_first=is_in_step)
+        self._forget_engine()
+        self._uncompared: list[Description] = []
+
+    def _forget_engine(self) -> None:
         # The optimizer's own communicator between the same ranks, opened by `connect`.
         self._opening: Opening | None = None
         self._group: Group | None = None
-        self._uncompared: list[Description] = []
 
     @property
     def backwards_of_step(self) -> int:
@@ -116,6 +144,8 @@ class GradientHooks(ABC):
 
     def _hear(self, params: Sequence[Tensor], on_gradient: Callable[[Tensor], None]) -> None:
         """Hooks more parameters: ``on_gradient``, a bound method, is called after each addition to a gradient."""
+        if forks.parent is not None:
+            return
         deferred_close.prepare()
         take_over(params)
         self._hooks += [listen(param, on_gradient) for param in params if can_have_gradient(param.dtype)]
@@ -203,6 +233,7 @@ class GradientHooks(ABC):
             opening.close()
 
     def _require_not_closed(self) -> None:
+        self.require_own("averaging gradients")
         if self._spoilt_by is not None:
             raise GradientError(f"this DistributedOptimizer can take no more steps: {self._spoilt_by}")
         if self._is_closed:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import forks
 from ..comm.reduce_op import Average, ReduceOp
 from ..compression.casts import AnyCompression, Compression
 from ..environment import Environment
@@ -163,6 +164,7 @@ class DistributedOptimizer(AveragingOptimizer):
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
+        forks.require_rank("hvd.DistributedOptimizer")
         super().__init__(check_optimizer(optimizer))
         # A process set may be used without a world.
         environment = current_world().environment if is_initialized() else Environment()

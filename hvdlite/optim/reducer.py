@@ -89,6 +89,11 @@ class Reducer(WorldPlan):
         # Held while a hook handles a gradient. Reentrant, since the same thread may run another backward pass inside.
         self._lock = threading.RLock()
 
+    def leave_to_parent(self) -> None:
+        super().leave_to_parent()
+        self._lock = threading.RLock()
+        self._phase = Phase.IDLE
+
     @property
     def scales_itself(self) -> bool:
         """Whether `agree_to_step` must see GradScaler's decision, even if that is not to step."""

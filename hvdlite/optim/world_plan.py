@@ -328,7 +328,10 @@ class WorldPlan(GradientHooks):
 
     def outer_state(self) -> dict[str, Any]:
         """Returns this rank's part of the state of the outer steps; empty if there are none."""
-        return {} if self.outer is None else self.outer.state_dict()
+        if self.outer is None:
+            return {}
+        self.require_own("optimizer.state_dict() with outer=")
+        return self.outer.state_dict()
 
     def load_outer_state(self, state: Mapping[str, Any]) -> None:
         """Loads what `outer_state` returned, or begins a new interval if it is empty.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import ctypes.util
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -58,7 +59,9 @@ def exchange_by_pmix(environ: Mapping[str, str], key: str, value: str | None, ti
     if isinstance(outcome[0], Exception):
         raise outcome[0]
     # Only at the end of the program: once PMIx is finalised, the launcher counts any end of the process as a success.
-    atexit.register(library.PMIx_Finalize, None, ctypes.c_size_t(0))
+    own_pid = os.getpid()
+    # Not at the end of a forked child.
+    atexit.register(lambda: os.getpid() == own_pid and library.PMIx_Finalize(None, ctypes.c_size_t(0)))
     return outcome[0]
 
 

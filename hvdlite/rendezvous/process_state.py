@@ -19,6 +19,7 @@ launcher's store. `ProcessState` has what outlives a world and depends on these 
   before it was a rank.
 - the connections to ranks on other hosts, for that thread: dropped when the world ends.
 - since when it waits in `hvd.init` to be connected to the other ranks.
+- in a forked child, whose `ProcessState` is new: which rank it was forked from, and where its variables place that.
 - GLOO_SOCKET_IFNAME, if hvdlite has set it: unset when the world ends.
 
 `runtime.world` has the one object, and passes it to `runtime.bootstrap`. State that is right in any world is elsewhere:
@@ -38,6 +39,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from .. import forks
 from .given_place import GivenPlace
 from .responder import Keepalive
 from .seat import Newcomers, Seat
@@ -82,6 +84,8 @@ class ProcessState:
         """What this process says of workers that were in no generation, when it asks for the next."""
         self.given_place: GivenPlace | None = None
         """The rank that `take_place` has given to this process; None where a launcher's variables say it."""
+        self.taken: tuple[forks.Parent, dict[str, str]] | None = None
+        """In a forked child: the rank that it was forked from, and its variables, which give it that rank's place."""
         self.init_arguments: dict[str, Any] = {}
         """The arguments of the last `hvd.init`, with which `hvd.elastic.run` calls it again."""
 

@@ -11,12 +11,12 @@ not import torch. The requests and their binary format are a contract with the l
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 
+from .. import forks
 from ..errors import LaunchEnvironmentError
 
 MAX_REQUEST_BYTES = (16 << 20) - 64
@@ -53,7 +53,7 @@ class StoreClient:
         self._path = path
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
-        self._pid = os.getpid()
+        forks.when_forked(self)
 
     @classmethod
     def from_url(cls, url: str) -> StoreClient:
@@ -116,6 +116,10 @@ class StoreClient:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
+    def leave_to_parent(self) -> None:
+        # Dropping copies of its connections does not close them; hanging up would.
+        self._idle, self._busy = [], set()
+
     def _ask(self, frame: bytes, timeout_s: float | None) -> tuple[bool, bytes]:
         connection = None
         try:
@@ -143,9 +147,6 @@ class StoreClient:
         return bool(outcome), answer
 
     def _take_idle(self) -> _Connection | None:
-        if self._pid != os.getpid():
-            # After a fork these are the parent's connections. Dropping our copies does not close the parent's.
-            self._idle, self._busy, self._pid = [], set(), os.getpid()
         try:
             return self._idle.pop()
         except IndexError:

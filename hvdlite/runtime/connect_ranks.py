@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from .. import forks
 from ..comm.connecting import Connecting
 from ..comm.engine import TorchEngineFactory, allow_collectives
 from ..comm.gloo import Connections, open_proven
@@ -141,6 +142,10 @@ def _open_store(
 def _leave(client: StoreConnection | None, connections: Connections) -> None:
     connections.shut_down()
     if dist.is_initialized():
+        if forks.parent is not None:
+            # In a forked child torch forgets the groups, and does not shut down those that it has no names of: NCCL's
+            # would wait for threads that only the parent has.
+            dist.distributed_c10d._world.pg_names.clear()
         dist.destroy_process_group()
     if client is not None:
         client.close()

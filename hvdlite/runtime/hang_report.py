@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
+from .. import forks
 from ..control.call_sites import FramesOfThreads, own_prefixes
 from ..rendezvous.store_client import StoreClient, StoreRequest
 
@@ -64,7 +65,6 @@ class HangReporter:
         self._store = store
         self._describe = describe
         self._describe_briefly = describe_briefly
-        self._pid = os.getpid()
         self._note = os.path.join(job_dir, f"worker.{worker}.progress")
         self._waited_s = waited_s
         self._warn_after_s = warn_after_s
@@ -76,6 +76,7 @@ class HangReporter:
         self._listener.bind(own)
         self._listener.listen()
         self._register(f"{own}.stacks")
+        forks.when_forked(self)
         threading.Thread(target=self._run, name="hvdlite-report", daemon=True).start()
 
     def _register(self, path: str) -> None:
@@ -89,6 +90,10 @@ class HangReporter:
         self._stacks.write(json.dumps({"libraries": own_prefixes()}) + "\n")
         self._stacks.flush()
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True, chain=False)
+
+    def leave_to_parent(self) -> None:
+        # Otherwise it would still take connections, and answer none, after the parent's end.
+        self._listener.close()
 
     def _run(self) -> None:
         look_at_s = time.monotonic() + _LOOKS_EACH_S
@@ -113,8 +118,6 @@ class HangReporter:
 
     def note_progress(self) -> None:
         """Writes the brief answer to a file for the agent, which reads it once this process has ended."""
-        if os.getpid() != self._pid:  # a child that was forked
-            return
         with contextlib.suppress(OSError), open(self._note, "wb") as file:
             file.write(self._brief_answer())
 

@@ -79,6 +79,11 @@ class Registry:
         for set_id in list(self._sets):
             self._forget(set_id)
 
+    def forget(self) -> None:
+        """Removes all sets from a forked child, whose parent keeps their groups open."""
+        for process_set in self._sets.values():
+            process_set.register(None)
+
     def _register(self, process_set: ProcessSet, execution: Execution) -> None:
         # Runs on the controller's thread, in the same order on all ranks: so the numbers are equal.
         self._check(process_set)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+from .. import forks
 from ..log import log
 from ..outside_graphs import keep_outside_graphs
 from ..timeline import session as timeline
@@ -39,6 +40,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
             f"start_timeline: file_path={shown(file_path)} is not a valid file name: it is empty, or has a NUL in it"
         )
     world = current_world()
+    forks.require_rank("hvd.start_timeline()")
     if mark_cycles:
         log.info("start_timeline: mark_cycles has no effect: hvdlite has no cycles, and always marks steps")
     timeline.start(world.generation.recorder, world.group, world.controller, path)
@@ -50,6 +52,7 @@ def stop_timeline() -> None:
     If no timeline was started, it only logs that. Raises an OSError on every rank if rank 0 cannot write the file.
     """
     world = current_world()
+    forks.require_rank("hvd.stop_timeline()")
     timeline.stop(world.generation.recorder, world.group, world.controller)
 
 

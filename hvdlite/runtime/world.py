@@ -17,13 +17,14 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from .. import forks
 from ..comm import deferred_close
 from ..environment import READ_BY_INIT, CheckParameters, Environment, launcher_variable, read_environment
 from ..errors import (
@@ -38,7 +39,7 @@ from ..outside_graphs import outside_graphs
 from ..rendezvous.given_place import GivenPlace
 from ..rendezvous.key_listener import KeyListener
 from ..rendezvous.last_votes import leave_last_votes, read_last_votes
-from ..rendezvous.launchers import read_elastic_worker
+from ..rendezvous.launchers import read_elastic_worker, read_placement
 from ..rendezvous.process_state import ProcessState
 from ..rendezvous.responder import respond
 from ..rendezvous.seat import Seat, tell_of_program
@@ -141,11 +142,12 @@ def _init(
     first_sets = check_first_sets(process_sets)
     if timeout_s is not None:
         timeout_s = seconds(timeout_s, "timeout_s")
-    if _is_child_of_multiprocessing():
+    if _process.taken is None and _is_child_of_multiprocessing():
         raise LaunchEnvironmentError(
             "hvd.init() was called in a child process of multiprocessing, which has the rank of its parent: put the "
             'main program under `if __name__ == "__main__":`'
         )
+    _require_place_of_its_own()
     environment = _environment_with(hierarchical, check_parameters, survive)
     timeout = timedelta(seconds=timeout_s or environment.timeout_s)
     _process.init_arguments = {
@@ -320,6 +322,11 @@ def shutdown() -> None:
     global _world
     leaving, _world = _world, None
     if leaving is None:
+        return
+    if forks.parent is not None:
+        # This process forgets the world; its parent is the rank, and has the connections.
+        leaving.sets.forget()
+        leaving.leave()
         return
     _exchanged.end()
     _process.steps.update(leaving.generation.reducers.steps)
@@ -520,6 +527,46 @@ def _how_often(check_parameters: object) -> CheckParameters:
     return steps or False
 
 
+def _require_place_of_its_own() -> None:
+    """Raises a LaunchEnvironmentError in a forked child that would take its parent's place among the ranks."""
+    if _process.taken is None:
+        return
+    parent, environ = _process.taken
+    if dist.is_initialized() or ((place := _place_in(environ)) is not None and place == _place_in(os.environ)):
+        raise LaunchEnvironmentError(
+            f"hvd.init(): this process (pid {os.getpid()}) is a forked child of rank {parent.rank} (pid {parent.pid}), "
+            "and has that rank's place in the job: start it as a new program, for example with subprocess; or delete "
+            "the launcher's variables from os.environ first, to be the only rank of a job of its own"
+        )
+    forks.become_rank()
+
+
+def _place_in(environ: Mapping[str, str]) -> object:
+    return read_elastic_worker(environ) or read_placement(environ)
+
+
+def _own_rank() -> forks.Parent | None:
+    return None if _world is None else forks.Parent(_world.topology.rank, _world.pid)
+
+
+def _leave_to_parent() -> None:
+    """Begins with nothing kept, in a forked child. What the parent has is never destroyed there."""
+    global _process
+    kept, _process = _process, ProcessState()
+    forks.keep_for_ever(kept)
+    _process.taken = kept.taken
+    if _world is not None:
+        forks.keep_for_ever(_world, *_world.sets.groups())
+        if dist.is_initialized():
+            forks.keep_for_ever(*dist.distributed_c10d._world.pg_map)
+        if forks.parent is not None:
+            _process.taken = (forks.parent, dict(os.environ))
+
+
+forks.tell_own_rank(_own_rank)
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def _is_child_of_multiprocessing() -> bool:
     # A spawned child imports the main program before parent_process() is set; during that, `_inheriting` is True.
     is_starting = getattr(multiprocessing.current_process(), "_inheriting", False)
@@ -528,8 +575,9 @@ def _is_child_of_multiprocessing() -> bool:
 
 def end_of_program() -> None:
     """Disconnects from the other ranks at the end of the program; `hvdlite` registers it with `atexit`."""
-    # A forked child inherits the connections, but only the parent may close them.
-    world = _world if _world is not None and _world.pid == os.getpid() else None
+    if forks.parent is not None:
+        return
+    world = _world
     _leave_last_votes()
     if world is not None:
         _note_progress()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import threading
+
+from .. import forks
 
 _NUMBER_OF_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 # Not FUTEX_PRIVATE_FLAG, which is for threads of one process.
@@ -18,7 +19,7 @@ _EVERYBODY = 2**31 - 1
 
 _IS_X86 = platform.machine() == "x86_64"
 _libc = ctypes.CDLL(None, use_errno=True)
-_barrier = threading.Lock()
+_barrier = forks.lock_of_process()
 
 
 class _Timespec(ctypes.Structure):

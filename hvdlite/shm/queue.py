@@ -171,6 +171,14 @@ class Queue:
                 self._let_go()
         self.run_callbacks()
 
+    def leave_to_parent(self, error: BaseException) -> None:
+        """Ends all operations in a forked child with ``error``; callbacks are not run, and other ranks not told."""
+        self._entries_lock, self._carrying, self._changed = threading.Lock(), threading.Lock(), threading.Condition()
+        self._failure = error
+        for entry in self._entries:
+            entry.work.failure, entry.work.is_done = error, True
+        self._entries.clear()
+
     def wait_until_idle(self) -> None:
         """Wait until no thread carries out an operation any more. Call it after `close`."""
         with self._carrying:

@@ -7,6 +7,9 @@ Shared memory between the ranks of a host: allocates this rank's memory, and map
 The file is in /dev/shm and never has a name: other ranks open it through the file descriptor of the process that made
 it. So it disappears when the last process that has mapped it ends, even in a crash, and no other user can open it. A
 piece's memory is freed when nothing refers to it any more; a permanent piece is freed with the file.
+
+A forked child gets private copies of this rank's pieces that are not permanent, at the same addresses: gradients are in
+them, to which autograd adds in place. Of all others only the engine makes use, which does nothing in a child.
 """
 
 from __future__ import annotations
@@ -27,15 +30,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import forks
+
 DIRECTORY = "/dev/shm"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 _PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_MAP_FIXED = 0x10
+_MOVE_TO = 1 | 2  # MREMAP_MAYMOVE | MREMAP_FIXED
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -87,6 +97,7 @@ class Segment:
         # Not an RLock: the garbage collector may run in the middle of a block that holds it.
         self._lock = threading.Lock()
         weakref.finalize(self, _close_all, self._fds).atexit = False
+        forks.when_forked(self)
 
     def allocate(self, nbytes: int, *, is_permanent: bool = False) -> Piece:
         """Returns new memory, all zeros. Raises a NoMemoryError if there is not enough.
@@ -167,6 +178,13 @@ class Segment:
         with self._held():
             _close_all(self._fds)
 
+    def leave_to_parent(self) -> None:
+        self._lock = threading.Lock()
+        fd = self._fd if self._fds else None
+        for pointer, offset, length in self._pieces:
+            _make_private(pointer, length, fd, offset)
+        _close_all(self._fds)
+
     @contextmanager
     def _held(self) -> Iterator[None]:
         try:
@@ -193,8 +211,8 @@ class Segment:
         pointer, offset, length = known
         # First, so that `find` does not take the next mapping at this address for this piece.
         self._pieces = [piece for piece in self._pieces if piece != known]
-        # Other ranks then read zeros there. A forked child unmaps the piece, too, but the memory is its parent's.
-        if self._fds and os.getpid() == self.address.pid:
+        # Other ranks then read zeros there. In a forked child the file is closed: its memory is the parent's.
+        if self._fds:
             _libc.fallocate(self._fd, _PUNCH_HOLE, offset, length)
         _libc.munmap(pointer, length)
 
@@ -223,11 +241,39 @@ def _map(fd: int, offset: int, length: int, *, unmaps: bool, populates: bool = T
     # MAP_POPULATE, since page faults one by one would take longer than the first use itself. Not Python's mmap, which
     # keeps a file descriptor open for each piece of each rank.
     flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populates else 0)
-    address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
-    if address == _MAP_FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    address = _mapped(None, length, flags, fd, offset)
     memory = (ctypes.c_ubyte * length).from_address(address)
     if unmaps:
         weakref.finalize(memory, _libc.munmap, address, length).atexit = False
     return Piece(offset, memory, torch.frombuffer(memory, dtype=torch.uint8))
+
+
+def _mapped(at: int | None, length: int, flags: int, fd: int = -1, offset: int = 0) -> int:
+    return _checked(_libc.mmap(at, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset))
+
+
+def _checked(address: int) -> int:
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return address
+
+
+def _make_private(pointer: int, length: int, fd: int | None, offset: int) -> None:
+    """Has what is written to a mapped piece from now on stay in this process.
+
+    Pages are copied when they are written to, so that workers of a DataLoader do not each take as much memory as the
+    gradients. Until then they show what the parent and its engine write.
+    """
+    try:
+        if fd is not None:
+            _mapped(pointer, length, mmap.MAP_PRIVATE | _MAP_FIXED, fd, offset)
+        else:
+            # The file was closed, by hvd.shutdown(), and the gradients are still there.
+            copy = _mapped(None, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            ctypes.memmove(copy, pointer, length)
+            _checked(_libc.mremap(copy, length, length, _MOVE_TO, pointer))
+    except OSError:
+        # Rather a child that ends by a signal than one that changes its parent's gradients.
+        _libc.mprotect(pointer, length, mmap.PROT_READ)
+        raise

@@ -9,7 +9,6 @@ calls the engine, and so does the ProcessGroup in `backend`.
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
+from .. import forks
 from ..comm.engine_state import EngineState, LostError
 from ..comm.flat_bytes import as_bytes, pieces_of
 from ..log import log
@@ -51,7 +51,6 @@ class ShmEngine:
 
     def __init__(self, context: EngineContext, name: str) -> None:
         self._context = context
-        self._pid = os.getpid()
         self.rank = context.peers.rank
         self.size = context.peers.size
         self.board = Board(self.rank, list(context.peers.control_blocks))
@@ -61,6 +60,16 @@ class ShmEngine:
         self._state = EngineState()
         self._blocks = Blocks(context)
         self._arithmetics: dict[tuple[object, torch.dtype, float | None], Arithmetic] = {}
+        # Whether this is a forked child's copy: only the parent's takes part.
+        self._is_copy = False
+        forks.when_forked(self)
+
+    def leave_to_parent(self) -> None:
+        self._is_copy = True
+        why = forks.description()
+        self._state, self._calling = EngineState(), threading.Lock()
+        self._state.quiesce(why)
+        self._queue.leave_to_parent(RuntimeError(why))
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Returns a flat tensor of zeros that is reduced in place, for data reduced often; None if there is no memory.
@@ -219,8 +228,7 @@ class ShmEngine:
 
     def close(self) -> None:
         """Leave the other ranks. It does not block."""
-        # A forked child closes its copy, too, but only its parent takes part.
-        if os.getpid() != self._pid:
+        if self._is_copy:
             return
         self._queue.close()
         peers = self._context.peers
@@ -229,7 +237,7 @@ class ShmEngine:
 
     def wait_until_quiet(self) -> None:
         """Wait until no thread of this process writes to other ranks' memory any more. Call it after `close`."""
-        if os.getpid() == self._pid:
+        if not self._is_copy:
             self._queue.wait_until_idle()
 
     def _submit(

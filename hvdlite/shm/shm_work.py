@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import forks
 from .shm_operation import ShmOperation
 
 # Held to make a future, so that two threads that ask at once get the same one.
-_making_a_future = threading.Lock()
+_making_a_future = forks.lock_of_process()
 
 
 class InBackground(Protocol):

@@ -21,6 +21,7 @@ import torch
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
+from hvdlite import forks
 from hvdlite.comm.work import CollectiveWatch, Work
 from hvdlite.control import coordinator, frames, handle, heartbeat, mailbox, negotiation, rank0_connection, stall
 from hvdlite.control.control_client import ControlClient
@@ -644,10 +645,10 @@ def _while_rank_0_asks_for_nothing(function: Callable[[ControlClient], None]) ->
 def test_connections_that_come_and_go_leave_no_hook_and_are_not_remembered(monkeypatch):
     hooks = []
     monkeypatch.setattr(os, "register_at_fork", lambda **hook: hooks.append(hook))
-    before = set(mailbox._open)
+    before = set(forks._inherited)
     for closes in (True, False):
         ends = list(mailbox.mailbox_pair(Signer(b"a session")))
-        assert len(set(mailbox._open) - before) == 2
+        assert set(forks._inherited) - before == set(ends)
         for end in ends:
             if closes:
                 end.close()
@@ -655,8 +656,9 @@ def test_connections_that_come_and_go_leave_no_hook_and_are_not_remembered(monke
     gc.collect()
     for end in mailbox.mailbox_pair(Signer(b"a session")):
         end.close()
+    del end
     assert not hooks
-    assert set(mailbox._open) <= before
+    assert set(forks._inherited) <= before
 
 
 def test_a_forked_child_does_not_hold_the_connections():

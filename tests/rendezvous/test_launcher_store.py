@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from forked import in_child
 from hvdlite_launcher.wire.messages import InitDone, InitFailed, InitStarted
 from hvdlite_launcher.wire.store_messages import Want
 from local_store import local_agents
@@ -233,6 +234,17 @@ def test_a_forked_child_has_connections_of_its_own(agents):
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert client.get([b"k"]) == [b"v"]
+
+
+def test_a_forked_child_that_hangs_up_ends_no_request_of_its_parent(agents):
+    client = StoreClient(agents[0].path)
+    with ThreadPoolExecutor() as threads:
+        waits = threads.submit(client.get, [b"k"], 60)
+        while not any(isinstance(each, Want) for each in agents[0].sent):
+            assert not waits.done()
+        in_child(client.hang_up)
+        StoreClient(agents[0].path).set({b"k": b"v"})
+        assert waits.result() == [b"v"]
 
 
 @pytest.mark.parametrize("url", ["file:///s", "unix://", "unix://relative", "/s", ""])

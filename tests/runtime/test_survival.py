@@ -471,13 +471,10 @@ def test_a_step_is_the_last_one_if_a_program_has_ended_after_it():
     assert not settle([waits]).is_last
 
 
-def test_only_ranks_that_were_in_steps_with_others_leave_votes_at_their_end(survival, monkeypatch):
+def test_only_ranks_that_were_in_steps_with_others_leave_votes_at_their_end(survival):
     assert survival.last_votes() is None
     survival.note_passed(0)
     assert survival.last_votes() == [[(0, 1)], []]
-    with monkeypatch.context() as patch:
-        patch.setattr(module.os, "getpid", lambda: -1)
-        assert survival.last_votes() is None, "it is a forked child of the rank"
     entering(survival, [], size=1).go_on(PeerLostError("lost"), 0)
     assert survival.last_votes() is None
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import faulthandler
 import gc
 import os
+import signal
 import stat
 import threading
 from datetime import timedelta
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked import in_child
 from shm.engines import attempt_threads, begin_all_reduce, run_engines, until
 
 from hvdlite.comm.gloo import InitTimeout
@@ -168,6 +172,57 @@ def test_files_are_closed_once_whoever_closes_them(monkeypatch: Any) -> None:
     monkeypatch.setattr(os, "close", lambda fd: (closed.append(fd), peers._close_all(lives)))
     peers._close_all(lives)
     assert sorted(closed) == list(range(8))
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_what_a_forked_child_writes_into_a_piece_no_other_process_sees(is_closed: bool) -> None:
+    segment, other = Segment(), Segment()
+    tensor = segment.allocate(3 * 4096).tensor.fill_(3)
+    alias = tensor[5000:6000].view(torch.float32)
+    seen = other.see(segment.address, 0, 3 * 4096).tensor
+    if is_closed:  # as after hvd.shutdown()
+        segment.close()
+
+    def child() -> list[bool]:
+        as_it_was = bool((tensor == 3).all())
+        tensor[:4096] = 7
+        alias.add_(1)
+        changed = alias.clone()
+        wrote = bool((tensor[:4096] == 7).all()), bool((tensor[4096:5000] == 3).all()), torch.equal(alias, changed)
+        with pytest.raises(NoMemoryError, match="was closed"):
+            segment.allocate(1)
+        return [as_it_was, *wrote]
+
+    assert in_child(child) == [True] * 4
+    assert bool((tensor == 3).all())
+    assert bool((seen == 3).all())
+    tensor.fill_(4)
+    assert bool((seen == 4).all()), "the parent's is shared as before"
+
+
+def test_a_segment_whose_lock_another_thread_holds_can_be_left_to_the_parent() -> None:
+    segment = Segment()
+    tensors = [segment.allocate(4096).tensor.fill_(3)]
+    with segment._lock:
+        assert in_child(lambda: (tensors[0].fill_(1), tensors.clear(), segment.close())) is not None
+    assert bool((tensors[0] == 3).all())
+
+
+def test_a_forked_child_whose_copy_cannot_be_made_ends_rather_than_change_its_parents(monkeypatch) -> None:
+    segment = Segment()
+    tensor = segment.allocate(4096).tensor.fill_(3)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(segment_module, "_mapped", fail)
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        tensor.fill_(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
+    assert bool((tensor == 3).all())
 
 
 def test_a_forked_child_that_lets_go_takes_nothing_from_its_parent() -> None:
