@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from .ops.batch_norm import SyncBatchNorm
     from .ops.broadcast import allgather_object, broadcast_object, broadcast_parameters
     from .ops.join import join
+    from .optim.checkpoint import load_checkpoint, save_checkpoint
     from .optim.exchange import Exchange, ExchangeWork, Gradients, Links
     from .optim.optimizer import DistributedOptimizer
     from .optim.optimizer_state import broadcast_optimizer_state
@@ -178,6 +179,7 @@ __all__ = [
     "is_homogeneous",
     "is_initialized",
     "join",
+    "load_checkpoint",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -191,6 +193,7 @@ __all__ = [
     "remove_process_set",
     "rocm_built",
     "run",
+    "save_checkpoint",
     "save_on_signal",
     "shutdown",
     "size",
@@ -221,6 +224,7 @@ _NAMES_OF = {
         "grouped_allreduce_async_ grouped_reducescatter grouped_reducescatter_async poll reducescatter "
         "reducescatter_async sparse_allreduce_async synchronize"
     ),
+    "optim.checkpoint": "load_checkpoint save_checkpoint",
     "optim.exchange": "Exchange ExchangeWork Gradients Links",
     "optim.outer": "DiLoCo LocalSGD",
     "optim.optimizer": "DistributedOptimizer",

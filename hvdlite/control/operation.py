@@ -58,6 +58,7 @@ BROADCAST_PARAMETERS = Kind("broadcast_parameters", is_compared=True)
 BROADCAST_OPTIMIZER_STATE = Kind("broadcast_optimizer_state", is_compared=True)
 BROADCAST_OBJECT = Kind("broadcast_object", is_compared=True)
 ALLGATHER_OBJECT = Kind("allgather_object", is_compared=True)
+LOAD_CHECKPOINT = Kind("load_checkpoint", is_compared=True)
 ELASTIC_STATE = Kind("hvd.elastic state.sync", is_compared=True)
 OPTIMIZER = Kind("hvd.DistributedOptimizer")
 ADD_PROCESS_SET = Kind(

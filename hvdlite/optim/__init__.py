@@ -11,4 +11,5 @@ Modules import only what stands before them:
         < outer_bucket < outer_steps < in_flight < step_deltas < opening < gradient_hooks < autotune < exchange_state
         < surviving_step < world_plan < reducer < arguments < optimizer_proxy < fill_tensors < optimizer_state
         < step_by_bucket < clipping < horovod_attributes < averaging_optimizer < optimizer
+        < random_states < checkpoint_file < checkpoint
 """

@@ -1,0 +1,225 @@
+"""
+`save_checkpoint`, `load_checkpoint`: one file for a job of any number of ranks, which rank 0 alone writes and reads.
+
+    save   all ranks: consolidate, random states ──► rank 0: state_dict of each ── checkpoint_file.write
+    load   rank 0: checkpoint_file.read ── broadcast ──► all ranks: load_state_dict of each, random states
+
+The file is a dict by the names of what was saved, which ``torch.load`` reads too. Under the key "hvdlite" are the
+number of ranks, and each rank's random states. An error on rank 0 is sent in place of what the others wait for, and
+each rank tells the others whether it has loaded: all of them raise, or none.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..comm.group import Group
+from ..control.operation import LOAD_CHECKPOINT, Execution, Operation
+from ..errors import MismatchError
+from ..log import log
+from ..ops.base import submit
+from ..ops.broadcast import allgather_object, broadcast_object, broadcast_tensors
+from ..ops.typed_values import Decoder, Encoder
+from ..runtime.process_set import ProcessSet
+from ..runtime.process_set_functions import global_process_set, group_of
+from . import checkpoint_file
+from .optimizer_state import SentTensors, resolver, room_for
+from .random_states import random_states, restore
+
+_SAVE = "save_checkpoint"
+_OWN, _SIZE = "hvdlite", "size"
+# What learning-rate schedulers keep that may have been chosen by the number of ranks.
+_OF_SCHEDULES = ("base_lrs", "T_max", "T_0", "total_steps", "total_iters", "step_size", "milestones", "last_epoch")
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    /,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    process_set: ProcessSet = global_process_set,
+    **mine: Any,
+) -> None:
+    """Saves the state of training in one file: of rank 0, with the random states of all ranks.
+
+    Every rank must call it, between two steps; it waits for all. Rank 0 writes the file (of a process set: its first
+    rank), as a whole or not at all: whatever happens meanwhile, the file is the one before or the new one. It creates
+    no directory. Of an object that has a ``state_dict`` method, that is saved: of the model, the optimizer (wrapped or
+    not) and the scheduler, and of others in ``mine``, such as a second model, an average of the model, or a
+    GradScaler. All else in ``mine`` must be tensors, numbers, texts, or lists and dicts of these: it is returned by
+    `load_checkpoint`.
+
+    What a compression or outer steps have kept on each rank is saved as by
+    `DistributedOptimizer.consolidate_state_dict`. Buffers of the model, such as BatchNorm's statistics, are rank 0's.
+    Raises on every rank: OSError if the file cannot be written, TypeError for a value that cannot be loaded again.
+    """
+    path = os.fspath(path)
+    named = _named(_SAVE, model, optimizer, scheduler, mine)
+    group = group_of(process_set, _SAVE)
+    for value in named.values():
+        if (consolidate := getattr(value, "consolidate_state_dict", None)) is not None:
+            consolidate(to=group.ranks[0])
+    randoms = allgather_object(random_states(), name=f"{_SAVE}: random states", process_set=process_set)
+    error: Exception | None = None
+    if group.rank == 0:
+        try:
+            content = {name: value.state_dict() if _has_state(value) else value for name, value in named.items()}
+            checkpoint_file.write(path, {**content, _OWN: {_SIZE: group.size, "random": randoms}})
+        except Exception as caught:  # noqa: BLE001  # whatever the methods of an object raise
+            error = caught
+    told = broadcast_object(_told(error), group.ranks[0], f"{_SAVE}: outcome", process_set)
+    _raise_told(told, error)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    /,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    process_set: ProcessSet = global_process_set,
+    **mine: Any,
+) -> dict[str, Any]:
+    """Loads what `save_checkpoint` has saved into these objects on all ranks, and returns the other values by name.
+
+    Every rank must call it, with the same names; it waits for all. Rank 0 alone reads the file, with
+    ``torch.load(weights_only=True)``, and sends it to the others. Afterwards all ranks have the same parameters, so
+    that no broadcast is needed; and if there are as many as when it was saved, each has its own random states again:
+    PyTorch's, NumPy's and Python's. ``"size"`` in the returned dict is the number of ranks that saved it, None if the
+    file does not say. Where there are others now, rank 0 warns once, and names what may depend on that number.
+
+    Raises on every rank: FileNotFoundError if rank 0 has no such file, another OSError if it cannot be read, ValueError
+    if it is no checkpoint or has nothing of one of these names, and MismatchError if it does not fit what some rank
+    has; then objects may be loaded in part.
+    """
+    path = os.fspath(path)
+    named = _named(LOAD_CHECKPOINT.name, model, optimizer, scheduler, mine)
+    for name, value in named.items():
+        if not hasattr(value, "load_state_dict"):
+            raise TypeError(
+                f"load_checkpoint: {name}, a {type(value).__name__}, has no load_state_dict: leave it out, since "
+                "values are returned"
+            )
+    group = group_of(process_set, LOAD_CHECKPOINT.name)
+    saved = _received(path, list(named), group, process_set)
+    own = saved.pop(_OWN, None) or {}
+    size, failed = own.get(_SIZE), None
+    if group.rank == 0 and size not in (None, group.size):
+        log.warning("%s", _words_of_size(path, size, group.size, {name: saved[name] for name in named}))
+    try:
+        for name, value in named.items():
+            failed = name
+            value.load_state_dict(saved.pop(name))
+        failed = None
+    except Exception as caught:  # noqa: BLE001  # whatever the methods of an object raise
+        failed = f"{failed}: {caught}"
+    failures = allgather_object(failed, name=f"{LOAD_CHECKPOINT.name}: outcome", process_set=process_set)
+    for rank, words in enumerate(failures):
+        if words is not None:
+            raise MismatchError(f"load_checkpoint: {path} does not fit on {group.describe_rank(rank)}: {words}")
+    if size == group.size:
+        restore(own["random"][group.rank])
+    return {**saved, _SIZE: size}
+
+
+def _named(kind: str, model: Any, optimizer: Any, scheduler: Any, mine: Mapping[str, Any]) -> dict[str, Any]:
+    for name in (_OWN, _SIZE):
+        if name in mine:
+            raise ValueError(f"{kind}: the name {name!r} is taken for the number of ranks: choose another")
+    usual = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    return {**{name: value for name, value in usual.items() if value is not None}, **mine}
+
+
+def _has_state(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None))
+
+
+def _received(path: str, names: list[str], group: Group, process_set: ProcessSet) -> dict[str, Any]:
+    """Returns the content of the file, of which rank 0 sends a copy to the others. Raises its errors on all ranks."""
+    sent, error, saved, data = SentTensors(), None, None, None
+    if group.rank == 0:
+        told, encoded = None, None
+        try:
+            saved = checkpoint_file.read(path)
+            _require_names(saved, names, path)
+            encoded = Encoder(sent.refer).encode([saved, _metadata_of(saved)], path)
+        except Exception as caught:  # noqa: BLE001  # sent, so that no rank waits for ever
+            error, told, sent = caught, _told(caught), SentTensors()
+        data = json.dumps([told, encoded, sent.packed()]).encode()
+
+    def run(execution: Execution) -> Any:
+        told, encoded, metas = json.loads(execution.group.broadcast_signed(data, 0, execution.what))
+        tensors = sent.tensors if group.rank == 0 else room_for(metas, [])
+        broadcast_tensors(tensors, 0, execution)
+        return told, encoded, tensors
+
+    operation = Operation(LOAD_CHECKPOINT, run, same={"root_rank": group.ranks[0], "names": names})
+    told, encoded, tensors = submit(operation, process_set, sent.tensors).wait()
+    _raise_told(told, error)
+    if saved is not None:
+        return saved
+    decoder = Decoder(resolver([], tensors), group.describe_rank(0), LOAD_CHECKPOINT.name)
+    received, metadata = decoder.decode(encoded)
+    for name, each in metadata.items():
+        received[name]._metadata = each
+    decoded: dict[str, Any] = received
+    return decoded
+
+
+def _require_names(saved: Mapping[str, Any], names: list[str], path: str) -> None:
+    if missing := [name for name in names if name not in saved]:
+        has = ", ".join(name for name in saved if name != _OWN)
+        raise ValueError(f"load_checkpoint: {path} has no {missing[0]!r}; it has {has}")
+
+
+def _metadata_of(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the state of a module has besides its entries: the versions of its parts."""
+    return {name: dict(value._metadata) for name, value in saved.items() if hasattr(value, "_metadata")}
+
+
+def _told(error: BaseException | None) -> list[Any] | None:
+    """Returns an error as JSON values, for `_raise_told` on other ranks."""
+    if error is None:
+        return None
+    if isinstance(error, OSError) and error.errno is not None:
+        return ["OSError", [error.errno, error.strerror, error.filename]]
+    kind = type(error) if type(error) in (OSError, TypeError, ValueError) else RuntimeError
+    return [kind.__name__, [str(error)]]
+
+
+def _raise_told(told: list[Any] | None, error: BaseException | None) -> None:
+    """Raises what `_told` has described; ``error`` is the cause, on the rank that has it."""
+    if told is not None:
+        kind, arguments = told
+        raise getattr(builtins, kind)(*arguments) from error
+
+
+def _words_of_size(path: str, size: Any, now: int, states: Mapping[str, Any]) -> str:
+    concerned = "; ".join(_concerned(states)) or "what you have chosen by it"
+    return (
+        f"{path} was saved by {size} rank{'' if size == 1 else 's'}, and there {'is 1' if now == 1 else f'are {now}'}. "
+        f"All values are as they were saved: {concerned}. Set anew what depends on the number of ranks: a learning "
+        "rate that grows with it, and a schedule's numbers of steps, since an epoch has others (the manual's recipe "
+        '"Resume with another number of ranks"). Random states are not restored'
+    )
+
+
+def _concerned(states: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the values that may depend on the number of ranks: of each optimizer, and each scheduler."""
+    for name, state in states.items():
+        if not isinstance(state, dict):
+            continue
+        groups = state.get("param_groups")
+        rates = [f"{float(each['lr']):g}" for each in groups or () if "lr" in each]
+        if rates:
+            yield f"{name}: lr {', '.join(dict.fromkeys(rates))}"
+        found = [f"{key} {state[key]}" for key in _OF_SCHEDULES if key in state] if groups is None else []
+        if found:
+            yield f"{name}: {', '.join(found)}"
