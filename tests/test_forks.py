@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -126,6 +127,39 @@ def test_backward_in_a_child_calls_no_hook_whatever_the_optimizer_does_with_grad
 
     first, second = run_worlds(2, rank, engine=engine)
     assert first == second
+
+
+def test_backward_goes_on_in_a_child_that_a_hook_of_the_program_has_forked():
+    def rank(own: int) -> list[float]:
+        model = make_model()
+        children: list[int] = []
+        # Before the optimizer's, which autograd calls next for this parameter.
+        forks_now = False
+
+        def fork(param: torch.Tensor) -> None:
+            if forks_now:
+                children.append(os.fork())
+
+        hook = model.weight.register_post_accumulate_grad_hook(fork)
+        optimizer = wrapped(model)
+        backward(model)
+        optimizer.step()  # in the first step buckets are not sent within backward
+        optimizer.zero_grad()
+        forks_now = True
+        status = 1
+        try:
+            backward(model, own + 1.0)
+            # The other gradient was on its way to the other rank at the fork.
+            status = 0 if values([model.weight.grad]) == [2.0 * (own + 1)] * 12 or children != [0] else 2
+        finally:
+            if children == [0]:
+                os._exit(status)
+        assert os.waitpid(children[0], 0)[1] == 0
+        hook.remove()
+        optimizer.step()
+        return gradients(model)
+
+    assert run_worlds(2, rank, engine="shared memory") == [[3.0] * 15] * 2
 
 
 def test_a_child_can_copy_and_save_an_optimizer_and_read_its_groups():

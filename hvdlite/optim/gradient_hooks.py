@@ -73,6 +73,8 @@ class GradientHooks(ABC):
             # No rank has been forked, but a process that may become one, as its child may.
             return
         self._copied_to = forks.description()
+        # For a hook that autograd is about to call, where a hook of the program has forked.
+        self._is_closed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -329,6 +329,29 @@ def test_a_rank_maps_only_its_share_of_what_others_reduce_in_place() -> None:
     run_engines(2, on_rank)
 
 
+def test_a_forked_child_is_refused_operations_and_waits_for_none_of_its_parents() -> None:
+    both_have_forked = threading.Barrier(2)
+
+    def on_rank(engine: ShmEngine) -> float:
+        tensor = torch.ones(MIB)
+        pending = begin_all_reduce(engine, tensor) if engine.rank == 0 else None
+
+        def child() -> None:
+            for call in (pending and pending.wait, lambda: begin_all_reduce(engine, tensor), engine.barrier):
+                if call is not None:
+                    with pytest.raises(RuntimeError, match="is a forked child of a rank"):
+                        call()
+            engine.close()
+            engine.wait_until_quiet()
+
+        in_child(child)
+        both_have_forked.wait()
+        (pending or begin_all_reduce(engine, tensor)).wait()
+        return float(tensor[0])
+
+    assert run_engines(2, on_rank) == [2.0, 2.0]
+
+
 @pytest.mark.parametrize("stays", [True, False])
 def test_what_others_look_at_stays_when_its_rank_has_done_with_it(stays):
     mine, others = Segment(), Segment()
