@@ -215,6 +215,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "grouped_allreduce_async_": lambda of: hvd.grouped_allreduce_async_([torch.ones(1)]),
     "grouped_reducescatter": lambda of: hvd.grouped_reducescatter([torch.ones(2)]),
     "grouped_reducescatter_async": lambda of: hvd.grouped_reducescatter_async([torch.ones(2)]),
+    "load_checkpoint": lambda of: hvd.load_checkpoint("none", model=make_model()),
+    "save_checkpoint": lambda of: hvd.save_checkpoint("never/there", model=make_model()),
     "join": lambda of: hvd.join(),
     "reducescatter": lambda of: hvd.reducescatter(torch.ones(2)),
     "reducescatter_async": lambda of: hvd.reducescatter_async(torch.ones(2)),
