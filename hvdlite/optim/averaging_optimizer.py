@@ -14,6 +14,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -78,8 +80,8 @@ class AveragingOptimizer(HorovodsAttributes):
         self._clipper = None if max_norm is None else NormClipper(max_norm)
         self._named = list(named)
         self._named_groups = groups
-        # The `id` of each parameter in the groups, as they were last followed.
-        self._followed: list[int] = []
+        # The parameters of each group, as they were last followed.
+        self._followed: list[list[Tensor]] = []
         self._skipping = False
         self._synchronized = False
         # Whether a GradScaler has unscaled the averages of this step.
@@ -406,8 +408,8 @@ class AveragingOptimizer(HorovodsAttributes):
             raise
         self._reducer.connect()
 
-    def _members(self) -> list[int]:
-        return [id(param) for group in self._optimizer.param_groups for param in group["params"]]
+    def _members(self) -> list[list[Tensor]]:
+        return [list(group["params"]) for group in self._optimizer.param_groups]
 
     def _follow_groups(self) -> None:
         """Averages the parameters that are in the groups now. Programs change these themselves, as in densification.
@@ -415,7 +417,9 @@ class AveragingOptimizer(HorovodsAttributes):
         Within a step new parameters are added to it; those that have left are let go after it.
         """
         members = self._members()
-        if members == self._followed:
+        if list(map(len, members)) == list(map(len, self._followed)) and all(
+            map(is_, chain.from_iterable(members), chain.from_iterable(self._followed))
+        ):
             return
         new = check_trained(names_of_new(self._optimizer, self._named))
         if new:
@@ -423,7 +427,7 @@ class AveragingOptimizer(HorovodsAttributes):
             self._reducer.add_params(new)
         if self._reducer.is_in_step:
             return
-        present = set(members)
+        present = {id(param) for param in chain.from_iterable(members)}
         gone = {name for name, param in self._named if id(param) not in present}
         if gone:
             self._reducer.drop_params(gone)

@@ -482,6 +482,9 @@ class Reducer(WorldPlan):
         """Records that the optimizer has used the gradients."""
         if self._deltas is None:
             self._reducers.stepped_backwards.extend(self._backwards)
+        else:
+            # Passes of a closure, which came after `agree_to_step`.
+            self._layout.forget()
         self._backwards.clear()
         if self._phase in (Phase.AVERAGED, Phase.DROPPED, Phase.DISCARDED):
             self._phase = Phase.IDLE
