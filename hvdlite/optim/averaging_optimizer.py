@@ -263,6 +263,7 @@ class AveragingOptimizer(HorovodsAttributes):
 
     def _average_for_scaler(self) -> None:
         """Waits for the averages that a GradScaler unscales. A rank without gradients takes part with zeros."""
+        self._reducer.require_own("GradScaler's step")
         self._begin_after_skipped_step()
         self._follow_groups()
         self._reducer.synchronize()

@@ -76,7 +76,7 @@ class GradientHooks(ABC):
         self._copied_to = forks.description()
         # For a hook that autograd is about to call, where a hook of the program has forked.
         self._is_closed = True
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         self._forget_engine()
