@@ -105,16 +105,20 @@ def attempt_ranks(
     function: Callable[[Group], Any],
     make_wrapper: Callable[[], Callable[[Any], Any]] | None = None,
     engine: str = "gloo",
+    hosts: Sequence[str] | None = None,
 ) -> list[Any]:
-    """Does what `run_ranks` does, but returns a rank's exception instead of raising it."""
+    """Does what `run_ranks` does, but returns a rank's exception instead of raising it.
+
+    ``hosts`` are the ranks' hosts; without them each rank has its own.
+    """
+    places = [f"node{i}" for i in range(size)] if hosts is None else list(hosts)
     store = dist.HashStore()
     groups: list[Group] = []
 
     def run(rank: int) -> Any:
         wrap = make_wrapper() if make_wrapper else lambda made: made
-        hosts = [f"node{i}" for i in range(size)]
         engine_factory = ENGINES[engine](store, rank, size, wrap)
-        group = Group(engine_factory, rank, size, hosts, signer=Signer(b"threads of one process"))
+        group = Group(engine_factory, rank, size, places, signer=Signer(b"threads of one process"))
         groups.append(group)
         return function(group)
 

@@ -35,6 +35,21 @@ class WorldOfThread:
         self._here.world = own
         self._threads.append((own, threading.current_thread()))
 
+    def call(self, group: Group, function: Callable[[int], Any], environment: Environment = PLAIN) -> Any:
+        """Calls ``function(rank)`` within a world of the group's ranks; all of them must call it."""
+        generation = generation_of(group)
+        controller = make_controller(
+            group, generation, ["here"] * group.size, environment, InitTimeout(timedelta(seconds=60))
+        )
+        sets = Registry(group, controller, generation)
+        own = World(_topology(group), group, generation, controller, environment, sets, leave=lambda: None, pid=0)
+        self.enter(own)
+        try:
+            return function(group.rank)
+        finally:
+            controller.close()
+            sets.close()
+
     def names_beside(self, thread: threading.Thread) -> list[str]:
         """Returns the names of the live threads that belong to the same rank as ``thread``, without ``thread``."""
         owners = [own for own, other in self._threads if other is thread]
@@ -88,30 +103,20 @@ def attempt_worlds(
     environment: Environment = PLAIN,
     make_wrapper: Callable[[], Callable[[Any], Any]] | None = None,
     engine: str = "gloo",
+    hosts: Sequence[str] | None = None,
 ) -> list[Any]:
-    """Does what `run_worlds` does, but returns a rank's exception instead of raising it."""
+    """Does what `run_worlds` does, but returns a rank's exception instead of raising it.
+
+    ``hosts`` is as in `attempt_ranks`.
+    """
     shared = WorldOfThread()
-
-    def run(group: Group) -> Any:
-        generation = generation_of(group)
-        controller = make_controller(
-            group, generation, ["here"] * group.size, environment, InitTimeout(timedelta(seconds=60))
-        )
-        sets = Registry(group, controller, generation)
-        own = World(_topology(group), group, generation, controller, environment, sets, leave=lambda: None, pid=0)
-        shared.enter(own)
-        try:
-            return function(group.rank)
-        finally:
-            controller.close()
-            sets.close()
-
-    with _instead_of_the_world(shared):
-        return attempt_ranks(size, run, make_wrapper, engine)
+    with instead_of_the_world(shared):
+        return attempt_ranks(size, lambda group: shared.call(group, function, environment), make_wrapper, engine, hosts)
 
 
 @contextmanager
-def _instead_of_the_world(shared: WorldOfThread) -> Iterator[None]:
+def instead_of_the_world(shared: WorldOfThread) -> Iterator[None]:
+    """A context in which each thread sees the world that it has entered in ``shared``."""
     earlier, names_beside = world._world, thread_labels.names_beside
     world._world = shared  # type: ignore[assignment]  # it has all attributes of a World
     thread_labels.names_beside = shared.names_beside
@@ -146,7 +151,7 @@ def run_generations(sizes: Sequence[int], function: Callable[[Iterator[int]], An
 
         return function(generations())
 
-    with _instead_of_the_world(shared):
+    with instead_of_the_world(shared):
         return run_ranks(max(sizes), run, engine=engine)
 
 

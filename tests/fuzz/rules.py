@@ -1,0 +1,119 @@
+"""
+Which programs hvdlite may refuse in words, instead of training right: by its manual, and by what it says in messages.
+
+`Truth` tells `Rules` what each rank does. A refusal is never asked for: the right numbers are always fine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .known import leave_if_known
+
+Gradients = Mapping[str, Tensor | None]
+
+
+@dataclass
+class _Optimizer:
+    """What an optimizer has seen on one rank since its last step, or since its gradients were dropped."""
+
+    passes_per_step: int
+    passes: dict[str, int] = field(default_factory=dict)
+    backwards: set[int] = field(default_factory=set)
+
+    @property
+    def complete(self) -> list[str]:
+        return [name for name, count in self.passes.items() if count >= self.passes_per_step]
+
+    def forget(self) -> None:
+        self.passes.clear()
+        self.backwards.clear()
+
+
+class Rules:
+    """``excuse`` is why the program may be refused from now on; None as long as it is a good one."""
+
+    def __init__(self, passes_per_step: Collection[int], size: int) -> None:
+        self.excuse: str | None = None
+        self._seen = [[_Optimizer(passes) for passes in passes_per_step] for _ in range(size)]
+        # By rank: backward passes that an optimizer has stepped with.
+        self._stepped: list[set[int]] = [set() for _ in range(size)]
+
+    def backward(
+        self, rank: int, of: int, reached: Collection[str], number: int, *, counts: bool, had: Gradients
+    ) -> None:
+        """These parameters get gradients; ``had`` are those before."""
+        seen = self._seen[rank][of]
+        again = [name for name in seen.complete if name in reached]
+        if again:
+            if not self._is_surplus(rank, of):
+                self._refuse("a gradient is computed again after its last pass, and before step()")
+            elif any(had[name] is not None for name in seen.complete):
+                leave_if_known("surplus gradients")
+                self._refuse("a backward pass for another optimizer has left gradients, and zero_grad() was not called")
+            seen.forget()
+        if reached:
+            seen.backwards.add(number)
+        if counts:
+            for name in reached:
+                if had[name] is None:
+                    seen.passes.pop(name, None)
+                seen.passes[name] = seen.passes.get(name, 0) + 1
+
+    def zero_grad(self, rank: int, of: int) -> None:
+        """The optimizer's own."""
+        if self._seen[rank][of].complete and not self._is_surplus(rank, of):
+            self._refuse("zero_grad() is called after the last backward pass, and before step()")
+        self._seen[rank][of].forget()
+
+    def change(
+        self, rank: int, of: int, name: str, *, in_place: bool, drops: bool = False, is_sparse: bool = False
+    ) -> None:
+        """A gradient is changed or replaced by the program."""
+        seen = self._seen[rank][of]
+        if is_sparse and seen.complete:
+            leave_if_known("changes of sparse gradients on their way")
+        if drops and self._is_surplus(rank, of):
+            return
+        if name in seen.complete or (in_place and seen.complete):
+            self._refuse("a gradient is changed after the last backward pass, and before step()")
+        elif not in_place:
+            seen.passes.pop(name, None)
+
+    def add_param(self, rank: int, of: int) -> None:
+        if self._seen[rank][of].complete:
+            self._refuse("add_param_group() is called after the last backward pass, and before step()")
+
+    def synchronize(self, rank: int, of: int, had: Gradients) -> None:
+        seen = self._seen[rank][of]
+        if any(had.get(name, None) is None for name in seen.complete):
+            self._refuse("gradients were set to None after the last backward pass, and before step()")
+        seen.passes.clear()
+
+    def step(self, rank: int, of: int) -> None:
+        seen = self._seen[rank][of]
+        self._stepped[rank] |= seen.backwards
+        seen.forget()
+
+    def has_begun(self, rank: int, of: int) -> bool:
+        """Whether the optimizer has had a backward pass since its last step."""
+        return bool(self._seen[rank][of].backwards)
+
+    def is_complete(self, rank: int, of: int, names: Collection[str]) -> bool:
+        """Whether these parameters have had all their passes."""
+        return set(names) <= set(self._seen[rank][of].complete)
+
+    def begin_anew(self, rank: int, of: int) -> None:
+        """A copy of the optimizer goes on."""
+        self._seen[rank][of].forget()
+
+    def _is_surplus(self, rank: int, of: int) -> bool:
+        backwards = self._seen[rank][of].backwards
+        return bool(backwards) and backwards <= self._stepped[rank]
+
+    def _refuse(self, why: str) -> None:
+        if self.excuse is None:
+            self.excuse = why

@@ -1,0 +1,68 @@
+"""How far a rank's numbers may be from those of one process, by dtype and by what the gradients travel as."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .program import Wrapped
+
+_OF_DTYPE = {
+    torch.float64: 1e-11,
+    torch.float32: 4e-6,
+    torch.bfloat16: 4e-2,
+    torch.float16: 4e-3,
+    torch.complex64: 4e-6,
+    torch.complex128: 1e-11,
+}
+
+# By a word in the compression. Where it does not tell codecs from casts, only between hosts do codecs have an effect.
+_OF_CAST = {"bf16": 2e-2, "fp16": 3e-3, "Rounding": 1e-6}
+_OF_CODEC = {"int8": 0.1, "int4": 0.8, "topk": math.inf, "powersgd": math.inf}
+
+
+class Tolerance:
+    """The tolerances of one optimizer; they are relative to the largest of the gradients that are averaged."""
+
+    def __init__(self, wrapped: Wrapped, hosts: int) -> None:
+        compression = str(wrapped.option("compression", ""))
+        self._wire = max((of for word, of in _OF_CAST.items() if word in compression), default=0.0)
+        self._codec = max((of for word, of in _OF_CODEC.items() if word in compression and hosts > 1), default=0.0)
+        self._frees = bool(wrapped.option("step_on_arrival"))
+        self._dtypes: set[torch.dtype] = set()
+        self._largest: dict[str, float] = {}
+        # With a codec numbers share a scale, and what rounding has taken from earlier steps is added.
+        self._largest_of_all = 0.0
+
+    def see(self, name: str, grads: Sequence[Tensor | None], divisor: float) -> None:
+        """Notes the gradients of all ranks that the next average is made of."""
+        sizes = [
+            float(grad.to_dense().abs().nan_to_num(0, 0, 0).max())
+            for grad in grads
+            if grad is not None and grad.numel()
+        ]
+        largest = sum(sizes) / divisor
+        self._largest[name] = largest
+        self._dtypes.update(grad.dtype for grad in grads if grad is not None)
+        self._largest_of_all = max(self._largest_of_all, largest)
+
+    def of_grad(self, name: str, param: Tensor, clipped: Sequence[Tensor] = ()) -> float:
+        """``clipped``: the parameters whose gradients' norm all have been multiplied by something of."""
+        rel = max([self._wire, _OF_DTYPE[param.dtype], *(_OF_DTYPE[each.dtype] for each in clipped)])
+        largest = self._largest.get(name, 0.0)
+        lossy = self._codec * self._largest_of_all if self._codec else 0.0
+        return rel * largest + lossy + 1e-300
+
+    def of_param(self, param: Tensor, rate: float) -> float:
+        """The same optimizer has had the same gradients."""
+        # With step_on_arrival gradients are gone after the step, and were not compared.
+        others = [_OF_DTYPE[dtype] for dtype in self._dtypes] if self._frees else []
+        size = float(param.detach().abs().nan_to_num(0, 0, 0).max()) if param.numel() else 0.0
+        return max(_OF_DTYPE[param.dtype], self._wire, min(self._codec, 1e9), *others) * (size + 10 * rate) + 1e-300
+
+    def of_joined(self, param: Tensor, rate: float) -> float:
+        """The gradients were not compared on the way."""
+        return 20 * self.of_param(param, rate)
