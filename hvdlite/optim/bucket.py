@@ -145,10 +145,10 @@ class Bucket:
         self._frozen_next = [state for state in self._frozen_next if state not in states]
 
     def expect(self) -> None:
-        """Starts a step, in which the bucket waits for every gradient but those of parameters frozen on all ranks.
+        """Starts a step, in which the bucket waits for its gradients before it is sent during backward.
 
-        It waits for one of these too if the parameter requires a gradient now. It could not wait less: a parameter may
-        be unfrozen later in the step, and only of these do all ranks know that they may have to send a further round.
+        It waits for all but those of parameters that no rank has trained in the last step and that are still frozen
+        here. Only these can be late, which all ranks know.
         """
         self._version = None
         self._is_wanted = True

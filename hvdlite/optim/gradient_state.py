@@ -86,6 +86,9 @@ def changed_too_early(what: str, param: Tensor) -> GradientError:
 
 
 def _is_in_ddp(param: Tensor) -> bool:
-    # A parameter has no reference to its modules. Searching all objects is slow, but an error is about to be raised.
-    modules = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
-    return any(param is other for module in modules for other in module.parameters())
+    # A parameter has no reference to its modules, but DDP has a list of them. Only referrers are looked up: a list of
+    # all objects would have those that other threads are still making, which then fail in C.
+    lists = [each for each in gc.get_referrers(param) if type(each) is list]
+    owners = [owner for each in lists for owner in gc.get_referrers(each)]
+    owners += [owner for each in owners if type(each) is dict for owner in gc.get_referrers(each)]
+    return any(issubclass(type(owner), DistributedDataParallel) for owner in owners)

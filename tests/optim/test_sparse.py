@@ -206,3 +206,26 @@ def test_gradients_of_different_sparse_dimensions_are_an_error_on_all_ranks_that
         optimizer.close()
 
     run_ranks(2, rank)
+
+
+def test_sparse_gradients_of_several_passes_are_complete_after_the_last_and_a_pass_too_many_is_an_error():
+    def rank(group: Group) -> list[list[float]]:
+        table = nn.Embedding.from_pretrained(torch.zeros(3, 1), freeze=False, sparse=True)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0), backward_passes_per_step=2, process_set=set_of(group)
+        )
+        for _ in range(3):
+            optimizer.zero_grad()
+            assert list(optimizer._allreduce_delay.values()) == [2]
+            for passes_left in (1, 0):
+                table(torch.tensor([group.rank, 2])).sum().backward()
+                assert list(optimizer._allreduce_delay.values()) == [passes_left]
+            optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(2):
+            table(torch.tensor([0])).sum().backward()
+        with pytest.raises(hvd.GradientError, match="more than backward_passes_per_step times"):
+            table(torch.tensor([0])).sum().backward()
+        return table.weight.flatten().tolist()
+
+    assert run_ranks(2, rank) == [[-3.0, -3.0, -6.0]] * 2
