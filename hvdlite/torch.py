@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from .environment import CheckParameters
 from .errors import HvdliteError
+from .outside_graphs import outside_graphs
 
 if TYPE_CHECKING:
     from . import (
@@ -166,6 +167,7 @@ __all__ = [
 ]
 
 
+@outside_graphs
 def init(
     comm: Any = None,
     process_sets: Iterable[ProcessSet] | str | None = None,

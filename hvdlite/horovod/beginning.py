@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hvdlite import torch as names
 from hvdlite.environment import CheckParameters, read_environment
+from hvdlite.outside_graphs import keep_outside_graphs
 
 
 def init(
@@ -65,3 +66,6 @@ def _sparse_zeros(param: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(
         no_rows, values, param.shape, dtype=param.dtype, device=param.device, check_invariants=False
     )
+
+
+keep_outside_graphs(globals())

@@ -7,6 +7,7 @@ ValueError or TypeError, with Horovod's message where Horovod has one.
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections import Counter
@@ -319,10 +320,26 @@ def check_trained(named: Named) -> Named:
     return named
 
 
-def names_of_added_group(optimizer: torch.optim.Optimizer, taken: Sequence[str]) -> Named:
-    """Returns the parameters of the last parameter group, with names that are not in ``taken``."""
-    number = len(optimizer.param_groups) - 1
-    return _names_of_group(optimizer, number, set(taken))
+def names_of_new(optimizer: torch.optim.Optimizer, named: Named) -> Named:
+    """Returns the optimizer's parameters that are not in ``named``, with names that are not there either.
+
+    These are the names in ``param_names`` of their group, or else their positions in ``param_groups``.
+    """
+    known, taken = {id(param) for _, param in named}, {name for name, _ in named}
+    found: Named = []
+    for number, entry in enumerate(optimizer.param_groups):
+        params, names = entry["params"], entry.get("param_names", [])
+        for place, param in enumerate(params):
+            if id(param) not in known:
+                position = f"param_groups[{number}]['params'][{place}]"
+                # A program that changes the list of parameters may leave the names as they were.
+                own = [names[place]] if len(names) == len(params) else []
+                again = (f"{position} ({count})" for count in itertools.count(2))
+                name = next(name for name in itertools.chain(own, [position], again) if name not in taken)
+                known.add(id(param))
+                taken.add(name)
+                found.append((name, param))
+    return found
 
 
 def groups_of(

@@ -14,13 +14,16 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
+from operator import is_
 from typing import Any
 
 from torch import Tensor
+from torch.amp import GradScaler
 
 from ..errors import GradientError
 from ..outside_graphs import keep_outside_graphs
-from .arguments import check_trained, check_weighted, names_of_added_group
+from .arguments import check_trained, check_weighted, names_of_new
 from .clipping import NormClipper
 from .horovod_attributes import HorovodsAttributes
 from .reducer import Reducer
@@ -41,6 +44,9 @@ _LOSS_SCALE = "loss_scale"
 
 # What their weights were divided by, if losses are weighted.
 _REFERENCE = "weight_reference"
+
+# The method with which GradScaler reads the gradients of an optimizer's groups, to unscale them or to look for inf.
+_UNSCALING = GradScaler._unscale_grads_.__name__
 
 # Warn after this many steps with a single backward pass: fewer may be an accident.
 _SINGLE_PASSES = 3
@@ -74,14 +80,19 @@ class AveragingOptimizer(HorovodsAttributes):
         self._clipper = None if max_norm is None else NormClipper(max_norm)
         self._named = list(named)
         self._named_groups = groups
+        # The parameters of each group, as they were last followed.
+        self._followed: list[list[Tensor]] = []
         self._skipping = False
         self._synchronized = False
+        # Whether a GradScaler has unscaled the averages of this step.
+        self._is_unscaled = False
         # Whether `_warn_of_synchronizing_twice` has warned.
         self._has_warned = False
         # The number of steps so far that followed a single backward pass. None after the warning, or after a step that
         # followed several.
         self._single_passes: int | None = 0
         reducer.add_params(named, groups)
+        self._followed = self._members()
         if claims:
             reducer.take_number()
         # Parameters outlive their optimizer; the hooks on them must not.
@@ -110,6 +121,8 @@ class AveragingOptimizer(HorovodsAttributes):
         again either; it warns once, as Horovod does. With Adasum, `synchronize` does nothing.
         """
         self._reducer.require_own("optimizer.synchronize()")
+        self._begin_after_skipped_step()
+        self._follow_groups()
         self._reducer.synchronize()
         # With Adasum, `synchronize` did nothing.
         self._synchronized = not self._reducer.steps_first
@@ -199,6 +212,8 @@ class AveragingOptimizer(HorovodsAttributes):
             "call step() first, or synchronize() to drop them, on every rank. If these gradients are never used, "
             "compute them under `with optimizer.no_sync():`, or freeze the parameters meanwhile",
         )
+        self._is_unscaled = False
+        self._follow_groups()
         self._optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -210,6 +225,7 @@ class AveragingOptimizer(HorovodsAttributes):
         self._reducer.require_own("optimizer.step()")
         self._warn_of_synchronizing_twice()
         self._warn_of_accumulating_nothing()
+        self._follow_groups()
         set_by_scaler = vars(self)
         if not self._reducer.agree_to_step(set_by_scaler.get("grad_scale"), set_by_scaler.get("found_inf")):
             return None
@@ -229,6 +245,9 @@ class AveragingOptimizer(HorovodsAttributes):
                     result = self._optimizer.step()
         if by_bucket is not None:
             by_bucket.drop_gradients()
+        self._is_unscaled = False
+        # What has left the groups since backward.
+        self._follow_groups()
         return result
 
     @property
@@ -241,6 +260,20 @@ class AveragingOptimizer(HorovodsAttributes):
         """
         self._reducer.exchange_state.see_scaler(sys._getframe(1))
         return self._reducer.scales_itself
+
+    def _average_for_scaler(self) -> None:
+        """Waits for the averages that a GradScaler unscales. A rank without gradients takes part with zeros."""
+        self._reducer.require_own("GradScaler's step")
+        self._begin_after_skipped_step()
+        self._follow_groups()
+        self._reducer.synchronize()
+        self._is_unscaled = True
+
+    def _begin_after_skipped_step(self) -> None:
+        """Begins the next step where a GradScaler has skipped the last: it does not call ``step()`` then."""
+        if self._is_unscaled:
+            self._is_unscaled = False
+            self._reducer.forget_averages()
 
     def _warn_of_synchronizing_twice(self) -> None:
         was_synchronized, self._synchronized = self._synchronized, False
@@ -291,10 +324,10 @@ class AveragingOptimizer(HorovodsAttributes):
         clipper = self._clipper
         if not self._skipping:
             self._reducer.synchronize(arrived=None if clipper is None else clipper.measure)
-        elif self._reducer.has_arrivals:
+        elif self._reducer.has_passes:
             raise GradientError(
-                "step() was called in skip_synchronize() while gradients are being averaged: call synchronize() "
-                "before step(), or call step() without skip_synchronize()"
+                "step() was called in skip_synchronize() while gradients are not averaged: call synchronize() before "
+                "step(), or call step() without skip_synchronize()"
             )
         self._reducer.require_sound()
         if self._reducer.is_discarded:
@@ -348,15 +381,16 @@ class AveragingOptimizer(HorovodsAttributes):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's parameter groups.
+        """The wrapped optimizer's parameter groups. Reading them is local, and any thread may do so.
 
-        Reading them waits for gradients that are being averaged, since GradScaler.unscale_ and clipping by group
-        reach the gradients through this property without a call of `synchronize`. Those that were on their way in a
-        world that has been shut down are dropped: other ranks may have none.
+        Only where a GradScaler reads them, to unscale the gradients or to look for infinities, this waits for the
+        averages, as `synchronize` does: all ranks must find the same. Before clipping by group, call `synchronize`.
+
+        A parameter that is put into them is averaged from then on, and one that leaves them is let go. Every rank must
+        make the same change.
         """
-        self._reducer.follow_world()
-        if self._reducer.has_arrivals and not self._skipping:
-            self._reducer.synchronize()
+        if sys._getframe(1).f_code.co_name == _UNSCALING and not self._skipping:
+            self._average_for_scaler()
         return self._optimizer.param_groups
 
     @param_groups.setter
@@ -369,13 +403,38 @@ class AveragingOptimizer(HorovodsAttributes):
         self._reducer.require_nothing_pending("add_param_group() was called", "call step() first")
         self._optimizer.add_param_group(param_group)
         try:
-            named = check_trained(names_of_added_group(self._optimizer, [name for name, _ in self._named]))
+            self._follow_groups()
         except (TypeError, ValueError):
             self._optimizer.param_groups.pop()
             raise
-        self._named += named
-        self._reducer.add_params(named)
         self._reducer.connect()
+
+    def _members(self) -> list[list[Tensor]]:
+        return [list(group["params"]) for group in self._optimizer.param_groups]
+
+    def _follow_groups(self) -> None:
+        """Averages the parameters that are in the groups now. Programs change these themselves, as in densification.
+
+        Within a step new parameters are added to it; those that have left are let go after it.
+        """
+        members = self._members()
+        if list(map(len, members)) == list(map(len, self._followed)) and all(
+            map(is_, chain.from_iterable(members), chain.from_iterable(self._followed))
+        ):
+            return
+        new = check_trained(names_of_new(self._optimizer, self._named))
+        if new:
+            self._named = [*self._named, *new]
+            self._reducer.add_params(new)
+        if self._reducer.is_in_step:
+            return
+        present = {id(param) for param in chain.from_iterable(members)}
+        gone = {name for name, param in self._named if id(param) not in present}
+        if gone:
+            self._reducer.drop_params(gone)
+            self._named = [(name, param) for name, param in self._named if name not in gone]
+            self._named_groups = [[name for name in group if name not in gone] for group in self._named_groups]
+        self._followed = members
 
 
 keep_outside_graphs(globals())

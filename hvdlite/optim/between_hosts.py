@@ -11,7 +11,7 @@ backward.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -29,6 +29,9 @@ from .plan import ALIGNMENT_BYTES, BucketPlan
 from .residuals import MEAN, Residuals, gaps, reals, spans
 from .settings import Settings
 from .stages import StageRunner
+
+# The parts of a state that are by the names of parameters, also those of a subclass.
+_BY_NAME = ("residuals", "numels", "q", "steps")
 
 
 class BetweenHosts(Exchange):
@@ -130,6 +133,15 @@ class BetweenHosts(Exchange):
         """Returns the mean of all ranks' residuals, as a state."""
         means = {name: {MEAN: kept} for name, kept in self._residuals.means(plans, links.all).items()}
         return self._state(means, _numels_of(plans)) if means else {}
+
+    def forget(self, names: Collection[str]) -> None:
+        """Drops what was not sent of the gradients of these parameters."""
+        state = self.state_dict()
+        for of_all in (state[key] for key in _BY_NAME if key in state):
+            for name in names:
+                of_all.pop(name, None)
+        self._plans.clear()
+        self.load_state_dict(state)
 
     # -- a step that may be taken back
 

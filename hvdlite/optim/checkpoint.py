@@ -24,6 +24,7 @@ from ..log import log
 from ..ops.base import submit
 from ..ops.broadcast import allgather_object, broadcast_object, broadcast_tensors
 from ..ops.typed_values import Decoder, Encoder
+from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
 from . import checkpoint_file
@@ -223,3 +224,6 @@ def _concerned(states: Mapping[str, Any]) -> Iterator[str]:
         found = [f"{key} {state[key]}" for key in _OF_SCHEDULES if key in state] if groups is None else []
         if found:
             yield f"{name}: {', '.join(found)}"
+
+
+keep_outside_graphs(globals())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -281,6 +281,9 @@ class Exchange(ABC):
 
         It is called between two steps, if a class overrides it.
         """
+
+    def forget(self, names: Collection[str]) -> None:  # noqa: B027 - most keep none
+        """Drops what is kept for these parameters, which the optimizer no longer has. Called between two steps."""
 
     def scale_before(self, dtype: torch.dtype, size: int) -> float:
         """Returns the factor that gradients of this dtype are multiplied by before `begin`, with ``size`` ranks."""

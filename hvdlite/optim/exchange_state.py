@@ -13,7 +13,7 @@ one of these.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -82,6 +82,11 @@ class ExchangeState:
         self._rescale()
         state = self._exchange.consolidate(plans, links)
         self._consolidated = state if keeps else {}
+
+    def forget(self, names: Collection[str]) -> None:
+        """Drops what the exchange keeps for these parameters, which the optimizer no longer has."""
+        self._consolidated = {}
+        self._exchange.forget(names)
 
     def see_scaler(self, frame: FrameType) -> None:
         """Remembers the GradScaler in whose ``step`` the frame is, if what the exchange keeps depends on its scale.

@@ -54,7 +54,8 @@ class GradientHooks(ABC):
         # The optimizer's number among those of these ranks. It keeps the number in a later world if that is free.
         self._number: int | None = None
         self._join(group, generation, check_parameters, submit)
-        self._hooks: list[RemovableHandle] = []
+        # By parameter.
+        self._hooks: dict[Tensor, RemovableHandle] = {}
         self._is_closed = False
         self._spoilt_by: str | None = None
         # The number of `pin` calls without `unpin`. Finalizers must not take the lock: they call `abandon` instead.
@@ -75,7 +76,7 @@ class GradientHooks(ABC):
         self._copied_to = forks.description()
         # For a hook that autograd is about to call, where a hook of the program has forked.
         self._is_closed = True
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         self._forget_engine()
@@ -150,7 +151,13 @@ class GradientHooks(ABC):
             return
         deferred_close.prepare()
         take_over(params)
-        self._hooks += [listen(param, on_gradient) for param in params if can_have_gradient(param.dtype)]
+        self._hooks |= {param: listen(param, on_gradient) for param in params if can_have_gradient(param.dtype)}
+
+    def _stop_hearing(self, params: Iterable[Tensor]) -> None:
+        """Removes the hooks of these parameters."""
+        for param in params:
+            if (hook := self._hooks.pop(param, None)) is not None:
+                hook.remove()
 
     def take_number(self) -> None:
         """Takes a number among the optimizers of these ranks. Every rank must call it; it does not wait for them."""
@@ -182,7 +189,8 @@ class GradientHooks(ABC):
             self._take(self._opening.wait())
         while self._uncompared:
             description = self._uncompared.pop(0)
-            raise_difference(self._ranks, compare(self._ranks, description, "comparing the models"))
+            what = "comparing the models, since optimizer.param_groups has changed"
+            raise_difference(self._ranks, compare(self._ranks, description, what))
         assert self._group is not None, "it has been taken"
         return self._group
 
@@ -196,9 +204,7 @@ class GradientHooks(ABC):
         A pinned communicator stays open, for the last steps of ranks that have joined.
         """
         self._is_closed = True
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._stop_hearing(list(self._hooks))
         self._give_back()
 
     def abandon(self) -> None:

@@ -195,7 +195,7 @@ class DistributedOptimizer(AveragingOptimizer):
         reducer = Reducer(partial(_connection_of, process_set, settings), passes)
         try:
             with reducer.only_one_thread():
-                _compare_and_tune(reducer, named, named_groups, is_tuned_here=lambda: tunes and _is_member(process_set))
+                _compare_and_tune(reducer, named_groups, is_tuned_here=lambda: tunes and _is_member(process_set))
                 self._connect(reducer, named, named_groups, claims=True)
         except BaseException:
             reducer.close()
@@ -209,10 +209,11 @@ class DistributedOptimizer(AveragingOptimizer):
             raise TypeError(
                 "a DistributedOptimizer with a process_set of its own cannot be pickled: pickle state_dict()"
             )
+        self._follow_groups()
         place_of = {param: place for place, param in enumerate(self._params())}
         return {
             "optimizer": self._optimizer,
-            "named_places": [(name, place_of[param]) for name, param in self._named],
+            "named_places": [(name, place_of[param]) for name, param in self._named if param in place_of],
             "groups": self._named_groups,
             "settings": self._reducer.settings,
             "compression": self._given_compression,
@@ -238,7 +239,7 @@ class DistributedOptimizer(AveragingOptimizer):
         named = [(name, params[place]) for name, place in pickled["named_places"]]
         connect = partial(_connection_of, global_process_set, pickled["settings"])
         reducer = Reducer(connect, pickled["backward_passes_per_step"])
-        _compare_and_tune(reducer, named, pickled["groups"], is_tuned_here=lambda: pickled["autotune"])
+        _compare_and_tune(reducer, pickled["groups"], is_tuned_here=lambda: pickled["autotune"])
         self._connect(reducer, named, pickled["groups"], claims=False)
         # The last two are not there in what earlier versions have pickled.
         reference = pickled.get("weight_reference", FIRST_REFERENCE)
@@ -251,7 +252,6 @@ class DistributedOptimizer(AveragingOptimizer):
 
 def _compare_and_tune(
     reducer: Reducer,
-    named: Sequence[tuple[str, Tensor]],
     groups: Sequence[Sequence[str]],
     *,
     is_tuned_here: Callable[[], bool],
@@ -273,7 +273,7 @@ def _compare_and_tune(
         if not tunes:
             return arguments, None
         environment = current_world().environment if is_initialized() else Environment()
-        tune = partial(tuned_cap, settings=settings, named=named, groups=groups, path=environment.autotune_log)
+        tune = partial(tuned_cap, settings=settings, groups=groups, path=environment.autotune_log)
         return arguments, tune
 
     reducer.compare_and_tune(describe)

@@ -11,7 +11,7 @@ all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,10 @@ class ParameterCheck:
         self._params += params
         if self._is_on and self._params:
             self._steps_left = self._first
+
+    def drop(self, names: Container[str]) -> None:
+        """Leaves these parameters out from the next comparison on. Every rank must call it."""
+        self._params = [(name, param) for name, param in self._params if name not in names]
 
     def begin(self, *, takes_part: bool) -> None:
         """Computes the fingerprints if a comparison is due. Call it before the step changes parameters.

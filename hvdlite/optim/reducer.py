@@ -108,7 +108,7 @@ class Reducer(WorldPlan):
 
     def weigh(self, n: int) -> float:
         """Adds n to this rank's weight in this step. Returns what the loss must be multiplied by; see `weights`."""
-        if not self._is_in_step:
+        if not self.is_in_step:
             self.follow_world()
         return self.weights.add(n)
 
@@ -151,7 +151,8 @@ class Reducer(WorldPlan):
                 last_pass = state.passes >= self.backward_passes_per_step
             if last_pass and self._surviving is not None:
                 self._surviving.keep(state)
-            if state.home.take(state, last_pass) and self._links is not None:
+            # The ranks compare parameters that were added or have left in the step, before anything is sent.
+            if state.home.take(state, last_pass) and self._links is not None and not self._uncompared:
                 self._launch_full(self._links)
                 point("backward")
 
@@ -187,7 +188,7 @@ class Reducer(WorldPlan):
         the others count as zero. After too many backward passes this still waits, but the gradients are unusable: see
         `require_sound`.
         """
-        if not self._is_in_step:
+        if not self.is_in_step:
             self.follow_world()
         if self._deltas is None:
             self._require_not_closed()
@@ -230,7 +231,7 @@ class Reducer(WorldPlan):
 
     @property
     def is_left_behind(self) -> bool:
-        return self._is_in_step and self._world is not None and self._world.is_closed
+        return self.is_in_step and self._world is not None and self._world.is_closed
 
     def gradient_states(self) -> Mapping[int, GradientState]:
         return self._layout.states
@@ -258,7 +259,7 @@ class Reducer(WorldPlan):
 
     def discard(self, mark: StepMark) -> None:
         self.follow_world()
-        if self._is_in_step:
+        if self.is_in_step:
             self._end_step()
         self._phase = Phase.DROPPED if mark.phase is Phase.SPOILT else Phase.DISCARDED
         self._backwards |= mark.backwards
@@ -366,7 +367,7 @@ class Reducer(WorldPlan):
         a world that has been shut down.
         """
         self.follow_world()
-        if self._is_in_step:
+        if self.is_in_step:
             ready = next((state for state in self._layout.states.values() if state.ready), None)
             if ready is not None:
                 if not self._is_surplus():
@@ -386,9 +387,20 @@ class Reducer(WorldPlan):
         return self._phase is Phase.DISCARDED
 
     @property
+    def has_passes(self) -> bool:
+        """Whether gradients of backward passes outside of `only_accumulating` are not averaged yet."""
+        return self.is_in_step and any(state.passes or state.ready for state in self._layout.states.values())
+
+    def forget_averages(self) -> None:
+        """Begins the next step, where the averages of the last are there and the program has not used them."""
+        if self._phase in (Phase.AVERAGED, Phase.DISCARDED):
+            self._phase = Phase.IDLE
+            self._backwards.clear()
+
+    @property
     def has_arrivals(self) -> bool:
         """Whether some gradient is complete and not synchronized yet."""
-        return self._is_in_step and any(state.ready for state in self._layout.states.values())
+        return self.is_in_step and any(state.ready for state in self._layout.states.values())
 
     def passes_of(self) -> dict[Tensor, int]:
         """Returns the number of backward passes in this step of each parameter that has had one."""
@@ -433,7 +445,7 @@ class Reducer(WorldPlan):
         without a GradScaler. With outer steps it does the same for the ranks of a host, which have found the same, and
         counts the step that is not taken. Otherwise it always returns True.
         """
-        if not self._is_in_step:
+        if not self.is_in_step:
             self.follow_world()
         if self.settings.outer is not None and found_inf is not None:
             if found_inf.item() > 0:
@@ -470,6 +482,9 @@ class Reducer(WorldPlan):
         """Records that the optimizer has used the gradients."""
         if self._deltas is None:
             self._reducers.stepped_backwards.extend(self._backwards)
+        else:
+            # Passes of a closure, which came after `agree_to_step`.
+            self._layout.forget()
         self._backwards.clear()
         if self._phase in (Phase.AVERAGED, Phase.DROPPED, Phase.DISCARDED):
             self._phase = Phase.IDLE
@@ -524,15 +539,15 @@ class Reducer(WorldPlan):
     # -- phases
 
     @property
-    def _is_in_step(self) -> bool:
+    def is_in_step(self) -> bool:
         return self._phase in _UNDER_WAY
 
     @property
     def _is_sending(self) -> bool:
-        return self._is_in_step or (self.outer is not None and self.outer.is_sending())
+        return self.is_in_step or (self.outer is not None and self.outer.is_sending())
 
     def _leave_world(self, *, goes_on: bool) -> None:
-        if self._is_in_step:
+        if self.is_in_step:
             if self._surviving is not None:
                 self._surviving.take_back()
             self._end_step()

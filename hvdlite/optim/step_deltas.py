@@ -42,6 +42,10 @@ class StepDeltas:
         """Adds parameters, behind the existing ones."""
         self._buckets += [_Bucket(plan, [params[piece.spec.name] for piece in plan.slices]) for plan in plans]
 
+    def clear(self) -> None:
+        """Lets go of all parameters."""
+        self._buckets.clear()
+
     def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
         """Divides the gradients by GradScaler's scale, and returns True if all ranks may step.
 

@@ -11,10 +11,10 @@ connects to the ranks that there are then; the state of the exchange, and autotu
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ..comm.group import Group
 from ..control.generation import Generation
 from ..control.reducer_registry import Progress
 from ..environment import CheckParameters
-from ..errors import NotInitializedError
+from ..errors import GradientError, NotInitializedError
 from ..runtime.survival import Survival
 from .exchange import Exchange, Links
 from .exchange_choice import exchange_of
@@ -72,9 +72,20 @@ class _Added:
     groups: list[list[str]]
     trainable: frozenset[str]
 
+    def without(self, names: Collection[str]) -> _Added:
+        """Returns the same without the parameters of these names."""
+        params = {name: param for name, param in self.params.items() if name not in names}
+        return replace(self, params=params, groups=[[n for n in group if n not in names] for group in self.groups])
 
-# The arguments that the ranks compare, and autotune's function that chooses the cap, or None.
-Described = tuple[Arguments, Callable[[Group], int] | None]
+
+class TuneNamed(Protocol):
+    """Autotune's function that chooses the cap, in bytes, for these parameters. It waits for all ranks."""
+
+    def __call__(self, group: Group, /, *, named: Sequence[tuple[str, Tensor]]) -> int: ...
+
+
+# The arguments that the ranks compare, and autotune, or None.
+Described = tuple[Arguments, TuneNamed | None]
 
 
 class WorldPlan(GradientHooks):
@@ -97,7 +108,7 @@ class WorldPlan(GradientHooks):
         self._arguments: Arguments | None = None
         self._describe: Callable[[Settings, Exchange], Described] | None = None
         # Autotune's function that chooses the cap, and the hosts of the ranks that it last chose one for.
-        self._tune: Callable[[Group], int] | None = None
+        self._tune: TuneNamed | None = None
         self._tuned_for: tuple[str, ...] | None = None
         # What each `add_params` has added.
         self._added: list[_Added] = []
@@ -210,7 +221,7 @@ class WorldPlan(GradientHooks):
 
     @property
     @abstractmethod
-    def _is_in_step(self) -> bool:
+    def is_in_step(self) -> bool:
         """Whether gradients of the current step have arrived, and its averages are not there yet."""
 
     @abstractmethod
@@ -238,10 +249,31 @@ class WorldPlan(GradientHooks):
         self.follow_world()
         params = dict(named_params)
         trainable = frozenset(name for name, param in params.items() if param.requires_grad)
-        added = _Added(params, [list(group) for group in groups], trainable)
+        added, there = _Added(params, [list(group) for group in groups], trainable), len(self._layout.buckets)
         self._added.append(added)
         self._take_in(added)
+        if self.is_in_step:
+            # Their gradients were computed before there were hooks.
+            self._queue.add(self._layout.buckets[there:])
         self._hear(list(params.values()), self._on_gradient)
+
+    def drop_params(self, names: Collection[str]) -> None:
+        """Lets go of parameters. Every rank must call it, with the same names and between two steps; it waits for none.
+
+        Raises GradientError with outer steps.
+        """
+        if self.outer is not None:
+            raise GradientError(
+                f"parameter {next(iter(names))!r} has left optimizer.param_groups, and outer={self.settings.outer!r} "
+                "has its value of the last outer step: make a new DistributedOptimizer on every rank"
+            )
+        self.follow_world()
+        self._stop_hearing(added.params[name] for added in self._added for name in names if name in added.params)
+        self._added = [added.without(names) for added in self._added]
+        self._check.drop(names)
+        self._uncompared.append([(name, "left optimizer.param_groups") for name in sorted(names)])
+        self.exchange_state.forget(names)
+        self._lay_out_again()
 
     @abstractmethod
     def _on_gradient(self, param: Tensor) -> None:
@@ -286,9 +318,12 @@ class WorldPlan(GradientHooks):
             arguments=self._arguments,
             description=description,
             open_links=open_links,
-            tune=None if self._tune is None else Tune(self._tune, self._known_cap()),
+            tune=None if self._tune is None else Tune(partial(self._tune, named=self._named()), self._known_cap()),
             device=devices[0] if devices else None,
         )
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        return [pair for added in self._added for pair in added.params.items()]
 
     def _known_cap(self) -> int | None:
         """Returns the cap that autotune has chosen for ranks on these hosts, in this world or an earlier one."""
@@ -300,7 +335,7 @@ class WorldPlan(GradientHooks):
         if opened.cap_bytes is not None:
             self._tuned_for = self._ranks.hosts
             self.settings = replace(self.settings, cap_bytes=opened.cap_bytes)
-        if not self._is_in_step:
+        if not self.is_in_step:
             self._plan_for_good()
 
     def _plan_for_good(self) -> None:
@@ -310,13 +345,21 @@ class WorldPlan(GradientHooks):
         """
         self._is_provisional = False
         if self._layout.cap_bytes != self.settings.cap_bytes:
-            self._lay_out()
-            for added in self._added:
-                self._layout.add(added.params, added.groups, added.trainable)
+            self._lay_out_again()
         elif self._links is not None and isinstance(engine := self._links.all.engine, HasMemory):
             for bucket in self._layout.buckets:
                 if bucket.flat is not None and not engine.holds(bucket.flat):
                     bucket.renew()
+
+    def _lay_out_again(self) -> None:
+        """Plans the buckets of all parameters anew. Their gradients move there in the next step."""
+        self._lay_out()
+        if self._deltas is not None:
+            self._deltas.clear()
+        for added in self._added:
+            _, plans = self._layout.add(added.params, added.groups, added.trainable)
+            if self._deltas is not None:
+                self._deltas.add(plans, added.params)
 
     def connected(self) -> Links:
         """Returns the links to the other ranks. The first call opens them: see `connect`."""

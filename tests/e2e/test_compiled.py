@@ -29,6 +29,26 @@ for option in ("compiled_autograd", "trace_autograd_ops"):
         every_call.train("plain", bucket_cap_mb=1e-5)
 assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 10
 
+def scaled(compiled, **options):
+    # The same bits, compiled or not, with an infinity on one rank in one step.
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    def train(x, factor):
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    train = compiled(train)
+    for step in range(5):
+        train(batch("plain", step, hvd.rank(), 2), float("inf") if step == 2 and hvd.rank() else 1.0)
+    optimizer.close()
+    return [*(param.detach() for param in model.parameters()), torch.tensor(scaler.get_scale())]
+
+for options in {}, {"op": hvd.Adasum}, {"compression": hvd.Compression.int8}:
+    with every_call.on_hosts("a", "b"):
+        assert all(map(torch.equal, scaled(lambda train: train, **options), scaled(compiled, **options))), options
+
 model = model_of()
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
 compiled(lambda: (optimizer.step(), optimizer.param_groups[0]["lr"]))()

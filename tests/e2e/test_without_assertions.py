@@ -1,4 +1,4 @@
-"""Programs run by ``python -O``, which leaves assertions out, and ``-OO``, which leaves docstrings out too."""
+"""Jobs whose Python leaves assertions out, as ``python -O`` does, and docstrings too, as ``-OO`` does."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ print("all done", __debug__)
 """
 
 
-@pytest.mark.parametrize(("flag", "environment"), [("-O", {}), ("-OO", {"HVDLITE_SHM": "0"})])
-def test_programs_work_without_assertions(launch, tmp_path, flag, environment):
+@pytest.mark.parametrize(
+    ("flags", "environment"),
+    # The variable is hvdlite-run's and its agents' too.
+    [(["-O"], {}), ([], {"PYTHONOPTIMIZE": "2", "HVDLITE_SHM": "0"})],
+)
+def test_programs_work_without_assertions(launch, tmp_path, flags, environment):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     environment = {"PYTHONPATH": str(Path(every_call.__file__).parent), **environment}
-    code, out, err = launch("-np", "2", sys.executable, flag, str(program), str(tmp_path), env=environment).ended()
+    code, out, err = launch("-np", "2", sys.executable, *flags, str(program), str(tmp_path), env=environment).ended()
     assert code == 0, err.decode()
     assert out.count(b"all done False") == 2

@@ -325,3 +325,24 @@ def test_sparse_gradients_make_dense_deltas():
 
     # Orthogonal: added.
     assert run_ranks(2, train) == [[0.0, 0.0, 1.0]] * 2
+
+
+def test_a_closures_pass_belongs_to_its_own_step():
+    def train(group: Group) -> list[float]:
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = wrap(group, model, lambda params: torch.optim.SGD(params, lr=0.5))
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.eye(2)[group.rank : group.rank + 1]).sum()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        closure()
+        return model.weight.flatten().tolist()
+
+    # Orthogonal: added.
+    assert run_ranks(2, train) == [[0.0, 0.0]] * 2

@@ -222,13 +222,21 @@ def test_a_step_after_synchronize_does_not_reduce_again_even_without_skip_synchr
     assert run_ranks(2, rank, counting) == [(1 + COMPARISON, [-1.5, -1.5])] * 2
 
 
-def test_clipping_by_parameter_group_without_synchronize_sees_the_average():
+def test_clipping_by_parameter_group_needs_synchronize_as_all_clipping_does():
     def rank(group: Group):
         param = weight()
         optimizer = wrap(group, [param])
         backward(param, 3.0 + 2 * group.rank)
+        optimizer.synchronize()
         norms = [nn.utils.clip_grad_norm_(entry["params"], 1.0).item() for entry in optimizer.param_groups]
-        optimizer.step()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+        backward(param, 1.0)
+        for entry in optimizer.param_groups:
+            nn.utils.clip_grad_norm_(entry["params"], 1.0)
+        with pytest.raises(hvd.GradientError, match=r"changed while it was being averaged.*call optimizer.synchronize"):
+            optimizer.step()
         return norms
 
     for norms in run_ranks(2, rank):

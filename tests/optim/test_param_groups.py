@@ -1,0 +1,314 @@
+"""What is in an optimizer's parameter groups is averaged, whoever put it there; to read them is local."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fake_hosts import on
+from ranks import counting, run_ranks, set_of
+from torch import nn
+
+import hvdlite as hvd
+from hvdlite.comm.group import Group
+
+
+def wrap(group: Group, inner: torch.optim.Optimizer, named: Any = None, **options: Any) -> hvd.DistributedOptimizer:
+    return hvd.DistributedOptimizer(inner, named, process_set=set_of(group), **options)
+
+
+def new(numel: int = 3) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(numel))
+
+
+def sgd(*groups: list[nn.Parameter]) -> torch.optim.SGD:
+    return torch.optim.SGD([{"params": list(params)} for params in groups], lr=1.0, momentum=0.5)
+
+
+def replace(inner: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"][0] = new(5)
+
+
+def append(inner: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[1]["params"].append(new(2))
+
+
+def append_group(inner: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [new(4)]})
+
+
+def add_to_inner(inner: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    inner.add_param_group({"params": [new(4)]})
+
+
+def remove(inner: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    del inner.param_groups[0]["params"][1:2]
+
+
+def new_lists(inner: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Replaces all parameters, and the lists and groups that hold them."""
+    optimizer.param_groups = [{**group, "params": [new(2) for _ in group["params"]]} for group in inner.param_groups]
+
+
+def reverse(inner: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    inner.param_groups[0]["params"].reverse()
+
+
+CHANGES = (replace, append, append_group, add_to_inner, remove, new_lists, reverse)
+Change = Callable[[torch.optim.Optimizer, torch.optim.Optimizer], None]
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def backward(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    torch.stack([param.sum() * (number + 1) for number, param in enumerate(params_of(optimizer))]).sum().mul(
+        factor
+    ).backward()
+
+
+# When in a step the program changes the groups.
+MOMENTS = ("before zero_grad", "before backward", "before step", "after step")
+
+
+def train(inner: torch.optim.Optimizer, optimizer: Any, change: Change, moment: str, factor: float) -> list[Any]:
+    found = []
+    for step in range(6):
+        changes = step in (2, 4)
+        if changes and moment == "before zero_grad":
+            change(inner, optimizer)
+        optimizer.zero_grad()
+        if changes and moment == "before backward":
+            change(inner, optimizer)
+        backward(inner, factor * (step + 1))
+        if changes and moment == "before step":
+            change(inner, optimizer)
+        optimizer.step()
+        if changes and moment == "after step":
+            change(inner, optimizer)
+        found.append([param.tolist() for param in params_of(inner)])
+    return found
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_parameters_that_are_put_into_the_groups_are_averaged_from_then_on(change, moment):
+    """Two parameters share a bucket at first, and one has its own, in another group."""
+
+    def rank(group: Group) -> list[Any]:
+        inner = sgd([new(), new()], [new()])
+        return train(inner, wrap(group, inner), change, moment, group.rank + 1.0)
+
+    alone = sgd([new(), new()], [new()])
+    expected = train(alone, alone, change, moment, 1.5)
+    assert run_ranks(2, rank, engine="shared memory") == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"op": hvd.Adasum},
+        {"step_on_arrival": True},
+        {"max_norm": 1e9},
+        {"compression": hvd.Compression.fp16},
+        {"groups": 2},
+        {"backward_passes_per_step": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("change", [replace, new_lists, remove])
+def test_so_it_is_with_any_form_of_a_step(change, options):
+    def rank(group: Group) -> list[Any]:
+        inner = sgd([new(), new()], [new()])
+        # Adasum of equal changes is the change.
+        factor = 1.5 if "op" in options else group.rank + 1.0
+        return train(inner, wrap(group, inner, **options), change, "before zero_grad", factor)
+
+    alone = sgd([new(), new()], [new()])
+    expected = train(alone, alone, change, "before zero_grad", 1.5)
+    for found in run_ranks(2, rank):
+        for own, right in zip(found, expected, strict=True):
+            for values, right_values in zip(own, right, strict=True):
+                assert values == pytest.approx(right_values)
+
+
+@pytest.mark.parametrize(
+    "compression", [hvd.Compression.int8, hvd.Compression.topk(0.4), hvd.Compression.powersgd(1)], ids=repr
+)
+def test_what_was_not_sent_of_a_parameter_goes_with_it(compression):
+    def rank(group: Group) -> tuple[set[str], list[Any]]:
+        inner = sgd([new(8), nn.Parameter(torch.zeros(6, 6))], [new(8)])
+        optimizer = wrap(group, inner, compression=compression)
+        for step in range(5):
+            optimizer.zero_grad()
+            if step in (2, 3):
+                # At the same place, and of another size.
+                optimizer.param_groups[0]["params"][:] = [new(5 + step), nn.Parameter(torch.zeros(3, 4))]
+                inner.state.clear()
+            for number, param in enumerate(params_of(inner)):
+                (
+                    param * torch.linspace(0.1, 1.0, param.numel()).view(param.shape) * (number + group.rank + 1)
+                ).sum().backward()
+            optimizer.step()
+        state = optimizer.state_dict()["hvdlite"]["exchange"]
+        names = {name for key in ("residuals", "numels", "q", "steps") for name in state.get(key, {})}
+        assert names <= {name for name, _ in optimizer._named}
+        optimizer.load_state_dict(optimizer.state_dict())
+        return [param.tolist() for param in params_of(inner)]
+
+    first, *others = on("2 hosts", rank)
+    assert all(other == first for other in others)
+
+
+def test_outer_steps_refuse_that_a_parameter_leaves():
+    def rank(group: Group) -> None:
+        inner = sgd([new(), new()])
+        optimizer = wrap(group, inner, outer=hvd.LocalSGD(sync_every=2))
+        backward(inner, 1.0)
+        optimizer.step()
+        remove(inner, optimizer)
+        with pytest.raises(hvd.GradientError, match=r"has left optimizer.param_groups, and outer=.* make a new"):
+            optimizer.zero_grad()
+
+    on("2 hosts", rank)
+
+
+def test_a_parameter_that_has_left_is_let_go():
+    kept: list[Any] = []
+
+    def rank(group: Group) -> weakref.ref[nn.Parameter]:
+        inner = sgd([new(), new()])
+        optimizer = wrap(group, inner)
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(inner, 1.0)
+            optimizer.step()
+        left = inner.param_groups[0]["params"].pop(0)
+        inner.state.pop(left)
+        optimizer.zero_grad()
+        left.grad = None
+        # Its hooks are gone: it may be another optimizer's, or none's.
+        assert not left._post_accumulate_grad_hooks
+        kept.append(optimizer)
+        return weakref.ref(left)
+
+    left = run_ranks(2, rank)
+    gc.collect()
+    assert [where() for where in left] == [None, None]
+
+
+def test_a_changed_optimizer_can_be_copied_and_pickled():
+    hvd.init()
+    inner = sgd([new(), new()])
+    optimizer = hvd.DistributedOptimizer(inner)
+    replace(inner, optimizer)
+    append_group(inner, optimizer)
+    copied = copy.deepcopy(optimizer)
+    again = pickle.loads(pickle.dumps(copied))
+    for each in (copied, again):
+        assert [tuple(param.shape) for param in params_of(each)] == [(5,), (3,), (4,)]
+
+
+def test_other_parameters_on_the_ranks_are_an_error_that_names_the_cause():
+    def rank(group: Group) -> None:
+        inner = sgd([new(), new()])
+        optimizer = wrap(group, inner)
+        backward(inner, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        inner.param_groups[0]["params"].append(new(3 + group.rank))
+        backward(inner, 1.0)
+        words = r"parameter \"param_groups\[0\]\['params'\]\[2\]\" has shape \(3,\).* on rank 0.* and shape \(4,\)"
+        with pytest.raises(hvd.MismatchError, match=words):
+            optimizer.step()
+
+    run_ranks(2, rank)
+
+
+def test_a_parameter_that_cannot_be_averaged_is_refused_and_the_group_is_not_added():
+    hvd.init()
+    inner = sgd([new()])
+    optimizer = hvd.DistributedOptimizer(inner)
+    with pytest.raises(ValueError, match="cannot be averaged"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.float8_e5m2))]})
+    assert len(inner.param_groups) == 1
+    optimizer.zero_grad()
+
+
+def test_reading_the_groups_communicates_with_no_rank_wherever_a_step_is():
+    def rank(group: Group) -> int:
+        inner = sgd([new(), new()])
+        optimizer = wrap(group, inner)
+        reads = 0
+
+        def read() -> int:
+            if group.rank != 0:
+                return 0
+            calls = len(group.engine.calls)
+            assert optimizer.param_groups[0]["lr"] == 1.0
+            assert len(params_of(optimizer)) == 2
+            assert repr(optimizer)
+            assert optimizer.state_dict()["param_groups"]
+            return len(group.engine.calls) - calls
+
+        for _ in range(3):
+            optimizer.zero_grad()
+            reads += read()
+            backward(inner, group.rank + 1.0)
+            reads += read()
+            optimizer.synchronize()
+            reads += read()
+            optimizer.step()
+            reads += read()
+        assert params_of(inner)[0].tolist() == [-1.5 * (1 + 1.5 + 1.75)] * 3
+        return reads
+
+    assert run_ranks(2, rank, counting) == [0, 0]
+
+
+def test_a_thread_may_read_the_groups_at_any_time():
+    def rank(group: Group) -> list[float]:
+        inner = sgd([new(), new()])
+        optimizer = wrap(group, inner)
+        is_read, goes_on, errors = threading.Semaphore(0), threading.Semaphore(0), []
+
+        def export() -> None:
+            try:
+                while goes_on.acquire() and optimizer.param_groups[0]["lr"] > 0:
+                    is_read.release()
+            except Exception as error:  # noqa: BLE001 - the test gets it
+                errors.append(error)
+                is_read.release()
+
+        thread = threading.Thread(target=export, daemon=True)
+        thread.start()
+
+        def read(_: Any = None) -> None:
+            goes_on.release()
+            is_read.acquire()
+
+        if group.rank == 0:
+            # In the middle of backward, with a bucket on its way.
+            params_of(inner)[0].register_hook(read)
+        for _ in range(4):
+            optimizer.zero_grad()
+            backward(inner, group.rank + 1.0)
+            if group.rank == 0:
+                read()
+            optimizer.step()
+        inner.param_groups[0]["lr"] = 0.0
+        goes_on.release()
+        thread.join()
+        assert not errors
+        return params_of(inner)[0].tolist()
+
+    first, second = run_ranks(2, rank)
+    assert first == second
