@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .flags import TAKES_PART, Flags, ParticipantCount, RankAndSize, SliceFlags, presence_of
-from .gradient_state import GradientState, changed_too_early, misfit
+from .gradient_state import GradientState, changed_too_early, misfit, require_sparse_untouched
 from .plan import BucketPlan
 from .weights import Weights
 
@@ -201,6 +201,7 @@ class Bucket:
         else:
             is_dense = False
             state.sparse = grad is not None
+            state.version = 0 if grad is None else grad._version
         state.held = param.grad
         if is_dense and (last_pass or self._version is not None):
             self._version = view._version
@@ -326,7 +327,11 @@ class Bucket:
             return
         self.require_untouched()
         for state in self.states:
-            if state.param.grad is not state.view and state.ready and not (state.sparse or state.late):
+            if not state.ready or state.late:
+                continue
+            if state.sparse:
+                require_sparse_untouched(state)
+            elif state.param.grad is not state.view:
                 how = "set to None" if state.param.grad is None else "replaced"
                 raise changed_too_early(f"the gradient of {state.name} was {how}", state.param)
 

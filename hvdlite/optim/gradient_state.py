@@ -33,7 +33,7 @@ class GradientState:
 
     __slots__ = (
         "awaited", "fresh", "frozen", "held", "home", "late", "name", "param", "passes", "piece", "ready", "scaled",
-        "sparse", "view",
+        "sparse", "version", "view",
     )  # fmt: skip
 
     def __init__(self, home: Home, piece: Slice, param: Tensor) -> None:
@@ -55,10 +55,22 @@ class GradientState:
         # Whether the gradient is complete for this step.
         self.ready = False
         self.sparse = False
+        # The `Tensor._version` of a sparse gradient, as its home has left it.
+        self.version = 0
         # Whether the view already holds the gradient times the bucket's scale.
         self.scaled = False
         # Whether no pass has added to the gradient since autograd created it.
         self.fresh = False
+
+
+def require_sparse_untouched(state: GradientState) -> None:
+    """Raises GradientError if a complete sparse gradient was changed, replaced or set to None."""
+    grad = state.param.grad
+    if grad is not state.held:
+        how = "set to None" if grad is None else "replaced"
+        raise changed_too_early(f"the gradient of {state.name} was {how}", state.param)
+    if grad is not None and grad._version != state.version:
+        raise changed_too_early(f"the gradient of {state.name} was changed", state.param)
 
 
 def misfit(state: GradientState, grad: Tensor) -> GradientError:

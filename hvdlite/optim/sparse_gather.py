@@ -25,7 +25,7 @@ from ..ops.sendable import plain_tensor
 from .bucket import Bucket
 from .builtin_exchanges import as_real
 from .flags import ParticipantCount
-from .gradient_state import GradientState
+from .gradient_state import GradientState, require_sparse_untouched
 from .layout import Layout
 from .plan import first_of
 from .settings import Settings
@@ -191,6 +191,9 @@ class SparseParameters:
             return
         ranks = ParticipantCount.of_all(self._size) if count is None else count.on_host()
         states = [home.state for home in self._layout.sparse]
+        for state in states:
+            if state.ready:
+                require_sparse_untouched(state)
         gradients = [SparseGradient(state.name, state.param, state.param.grad) for state in states]
         for gradient, average in self._gather.averaged(gradients, group, optimizer, ranks):
             gradient.param.grad = average

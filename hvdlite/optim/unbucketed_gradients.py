@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from ..errors import GradientError
-from .gradient_state import GradientState, changed_too_early
+from .gradient_state import GradientState, changed_too_early, require_sparse_untouched
 
 
 class InPlaceHome:
@@ -26,6 +26,7 @@ class InPlaceHome:
         if last_pass:
             state.ready = True
             state.sparse = grad is not None and grad.layout is not torch.strided
+            state.version = 0 if grad is None else grad._version
             # Several gradients may share one version counter, which autograd still raises. Only if it is 0 here does a
             # later change of it prove that the user has changed the gradient.
             state.fresh = grad is not None and grad._version == 0
@@ -35,7 +36,9 @@ class InPlaceHome:
 def require_same(states: Iterable[GradientState]) -> None:
     """Raises GradientError if a complete gradient was changed, replaced or set to None."""
     for state in states:
-        if state.ready and not state.sparse:
+        if state.ready and state.sparse:
+            require_sparse_untouched(state)
+        elif state.ready:
             grad = state.param.grad
             if grad is not state.held:
                 how = "set to None" if grad is None else "replaced"
@@ -61,7 +64,7 @@ class GatheredHome:
                 f"parameter {state.name!r} had sparse gradients in earlier steps and has a dense one now: keep "
                 "it sparse or dense in all steps, or wrap the optimizer with sparse_as_dense=True"
             )
-        state.held = grad
+        state.held, state.version = grad, 0 if grad is None else grad._version
         if last_pass:
             state.ready = True
         return False

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 from ranks import attempt_ranks
 from torch import Tensor
-from worlds import PLAIN, WorldOfThread, _instead_of_the_world, _topology
+from worlds import PLAIN, WorldOfThread, _topology, instead_of_the_world
 
 from hvdlite import faults
 from hvdlite.comm.gloo import InitTimeout
@@ -195,7 +195,7 @@ def run_survivors(
         job.leave(base.rank)
         return result
 
-    with monkeypatch.context() as patch, _instead_of_the_world(shared):
+    with monkeypatch.context() as patch, instead_of_the_world(shared):
         patch.setattr(module, "KeyListener", lambda *_: SimpleNamespace(close=lambda: None))
         patch.setattr(module, "StoreClient", SimpleNamespace(from_url=lambda _: Mock()))
         patch.setenv("HVDLITE_STORE", "unix:///nowhere")

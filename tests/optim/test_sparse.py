@@ -229,3 +229,41 @@ def test_sparse_gradients_of_several_passes_are_complete_after_the_last_and_a_pa
         return table.weight.flatten().tolist()
 
     assert run_ranks(2, rank) == [[-3.0, -3.0, -6.0]] * 2
+
+
+def drop(grad: torch.Tensor, param: nn.Parameter) -> None:
+    param.grad = None
+
+
+def replace(grad: torch.Tensor, param: nn.Parameter) -> None:
+    param.grad = grad.clone()
+
+
+def scale(grad: torch.Tensor, param: nn.Parameter) -> None:
+    grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("change", [drop, replace, scale])
+@pytest.mark.parametrize("as_dense", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_sparse_gradient_that_is_changed_before_it_is_averaged_is_an_error_as_a_dense_one_is(size, as_dense, change):
+    def rank(group: Group) -> None:
+        table = nn.Embedding.from_pretrained(torch.zeros(3, 1), freeze=False, sparse=True)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0), sparse_as_dense=as_dense, process_set=set_of(group)
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            table(torch.tensor([group.rank])).sum().backward()
+            optimizer.synchronize()
+            # Averages may be changed.
+            table.weight.grad.mul_(2.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        optimizer.zero_grad()
+        table(torch.tensor([group.rank])).sum().backward()
+        change(table.weight.grad, table.weight)
+        with pytest.raises(hvd.GradientError, match=r"was .* while it was being averaged"):
+            optimizer.step()
+
+    run_ranks(size, rank)
