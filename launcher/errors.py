@@ -15,6 +15,12 @@ _SHORT = {
     errno.EDQUOT: "this user's disk quota is used up: see quota, or set TMPDIR to another directory",
     errno.EROFS: "the file system is read-only: set TMPDIR to another directory",
 }
+# The same without the remedy that cannot help where the user has named the path.
+_SHORT_AT_PATH = {
+    errno.ENOSPC: "no space or no inodes left: see df and df -i",
+    errno.EDQUOT: "this user's disk quota is used up: see quota",
+    errno.EROFS: "the file system is read-only",
+}
 _NO_THREAD = "can't start new thread"
 
 
@@ -55,3 +61,9 @@ def in_words(error: BaseException) -> str | None:
         where = f"{error.filename!r}: " if error.filename else ""
         return f"{where}{_SHORT[error.errno]}"
     return None
+
+
+def why_not_written(error: OSError) -> str:
+    """Returns why a file that the user has named cannot be written, without its path."""
+    why = _SHORT_AT_PATH.get(error.errno or 0) or in_words(OSError(error.errno, ""))
+    return why or error.strerror or str(error)

@@ -10,15 +10,14 @@ progress bar each line has the last state.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
 import time
 from collections.abc import Callable
 
-from ..errors import UsageError, in_words
-from ..system.safe_files import create
+from ..errors import UsageError, why_not_written
+from ..system.safe_files import create, write_all
 from ..wire.messages import Output, Stream
 from .lines import MAX_LINE_BYTES
 
@@ -39,8 +38,7 @@ class JsonLog:
             # So that two jobs with one file do not overwrite each other's lines.
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_APPEND)
         except OSError as error:
-            why = in_words(OSError(error.errno, "")) or error.strerror
-            raise UsageError(f"--log-json: cannot write {path}: {why}") from error
+            raise UsageError(f"--log-json: cannot write {path}: {why_not_written(error)}") from error
 
     def output(self, output: Output, rank: int | None) -> str | None:
         """Writes the lines that this output completes; returns a message for the user if that fails."""
@@ -68,10 +66,16 @@ class JsonLog:
             failure = self.finish(worker, rank if isinstance(rank, int) else None)
         return self._write([{"time": self._now(), "kind": kind, **facts}]) or failure
 
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+    def close(self) -> str | None:
+        """Closes the file; returns a message for the user if what was written is not all in it."""
+        if self._fd is None:
+            return None
+        fd, self._fd = self._fd, None
+        try:
+            os.close(fd)
+        except OSError as error:  # a file system on a network may be full only now
+            return f"--log-json {self._path}: its last lines may be missing: {why_not_written(error)}"
+        return None
 
     def _write_lines(self, worker: int, rank: int | None, stream: Stream, lines: list[bytes]) -> str | None:
         now = self._now()
@@ -92,15 +96,11 @@ class JsonLog:
     def _write(self, objects: list[dict[str, object]]) -> str | None:
         if self._fd is None or not objects:
             return None
-        rest = memoryview("".join(json.dumps(each) + "\n" for each in objects).encode())
         try:
-            if not os.fstat(self._fd).st_nlink:
-                raise FileNotFoundError(errno.ENOENT, "it was removed")
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
+            write_all(self._fd, "".join(json.dumps(each) + "\n" for each in objects).encode())
         except OSError as error:
             self.close()
-            why = in_words(OSError(error.errno, "")) or error.strerror
+            why = why_not_written(error)
             return f"--log-json {self._path}: cannot be written any more: {why}. The job goes on without it"
         return None
 

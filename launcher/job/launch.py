@@ -14,11 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from ..agents.agent_group import AGENT_S, Agents
-from ..errors import UsageError
+from ..errors import UsageError, why_not_written
 from ..plan.chaos_spec import ChaosSpec
 from ..plan.hosts import AUTO, Host, count_auto_slots, each_machine_once
 from ..plan.job_spec import JobSpec
@@ -29,7 +28,7 @@ from ..store.server import Store
 from ..system import process_tree
 from ..system.signals import signals_as_bytes
 from ..system.terminal_text import say
-from ..system.whole_files import require_directory, require_writable
+from ..system.whole_files import replace_file, require_directory, require_writable
 from ..wire.messages import (
     Event,
     FaultSaid,
@@ -278,10 +277,8 @@ def _start_elastic(
 ) -> _Running:
     """Begins to look for the hosts of an elastic job, which get workers when they are found."""
     assert job.elastic is not None, "the caller has asked"
-    files = None
-    if job.record_dir is not None:
-        files = OutputFiles(job.record_dir, {})
-        files.add(0)  # there will be a worker 0, and an error is reported before it is started
+    # There will be a worker 0: that its files cannot be written is reported before it is started.
+    files = None if job.record_dir is None else OutputFiles(job.record_dir, {}, first=0)
     screen = Screen(
         events,
         agents.output_shown,
@@ -340,9 +337,9 @@ def _start_elastic(
         final = with_faults.final_report()
         if chaos.report_file is not None:
             try:
-                Path(chaos.report_file).write_text(json.dumps(final.data(), indent=1) + "\n")
+                replace_file(chaos.report_file, json.dumps(final.data(), indent=1) + "\n")
             except OSError as error:
-                screen.say(f"--chaos-report {chaos.report_file}: cannot be written: {error.strerror}")
+                screen.say(f"--chaos-report {chaos.report_file}: cannot be written: {why_not_written(error)}")
         return "\n".join(filter(None, [judgement.table.text(), final.text()]))
 
     store.watch(SAYS, note)
@@ -412,12 +409,26 @@ def _wait_for_screen(screen: Screen, events: SimpleQueue[Event], *, is_hasty: bo
 
 
 def _output_files(job: JobSpec, slots: Sequence[Slot]) -> OutputFiles | None:
-    return None if job.record_dir is None else OutputFiles(job.record_dir, {slot.number: slot.rank for slot in slots})
+    """Returns the files of --output-filename. A restart goes on without them if they cannot be created."""
+    if job.record_dir is None:
+        return None
+    try:
+        return OutputFiles(job.record_dir, {slot.number: slot.rank for slot in slots})
+    except UsageError as error:
+        if job.attempt == 0:
+            raise
+        say(f"{error}. The job goes on without them")
+        return None
 
 
 def _require_files(job: JobSpec) -> None:
     """Raises `UsageError` if what a flag asks to be written cannot be."""
-    for flag, path in (("--metrics-textfile", job.metrics_file), ("--summary", job.summary_file)):
+    chaos = None if job.elastic is None else job.elastic.chaos
+    for flag, path in (
+        ("--metrics-textfile", job.metrics_file),
+        ("--summary", job.summary_file),
+        ("--chaos-report", None if chaos is None else chaos.report_file),
+    ):
         if path is not None:
             require_writable(flag, path)
     if job.report_dir is not None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ..system.whole_files import replace_file, why_not_written
+from ..errors import why_not_written
+from ..system.whole_files import replace_file
 from ..version import VERSION
 from .job_facts import JobFacts
 from .progress import RankProgress

@@ -4,17 +4,17 @@ In an elastic job, in which ranks change, they are ``DIR/worker.N/stdout`` and `
 
 `screen` calls it, in its thread. The N of ranks has as many digits as the highest rank, so that the directories sort.
 The files hold the worker's bytes without prefixes, and replace those of an earlier job. `safe_files` opens them, safely
-also in a directory that other users can write.
+also in a directory that other users can write. Once workers run, a file that cannot be written is told, and left out.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from ..errors import UsageError, in_words
-from ..system.safe_files import create
+from ..errors import UsageError, why_not_written
+from ..system.safe_files import create, write_all
 from ..wire.messages import Output, Stream
 
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
@@ -26,10 +26,11 @@ _MOST_ENDED = 16
 class OutputFiles:
     """The open files of all workers. Those of a job whose ranks stay are created before any worker starts."""
 
-    def __init__(self, directory: str, ranks: Mapping[int, int]) -> None:
-        """``ranks`` are the ranks of all workers, by their numbers; none in an elastic job, which calls `add`.
+    def __init__(self, directory: str, ranks: Mapping[int, int], *, first: int | None = None) -> None:
+        """``ranks`` are the ranks of all workers, by their numbers.
 
-        Raises `UsageError` if a file cannot be created.
+        In an elastic job there are none, and ``first`` is the number of its first worker; `add` creates the files of
+        others. Raises `UsageError` if the files of these workers cannot be created.
         """
         self._directory = directory
         self._files: dict[tuple[int, Stream], tuple[str, int]] = {}
@@ -37,55 +38,92 @@ class OutputFiles:
         self._ended: deque[int] = deque()  # of those that were added, the ones whose files are open for what they left
         if not directory:
             raise UsageError("--output-filename: '' is not the name of a directory, such as logs")
+        self._told: set[str] = set()  # why files cannot be written: a full disk is told once, and not for each file
         digits = len(str(max(ranks.values(), default=0)))
-        for number, rank in ranks.items():
-            self._create(number, f"rank.{rank:0{digits}}")
+        try:
+            for number, rank in ranks.items():
+                self._create(number, f"rank.{rank:0{digits}}")
+            if first is not None:
+                self._add(first)
+        except OSError as error:
+            self.close()
+            raise UsageError(f"--output-filename: cannot write {_name(error)}: {why_not_written(error)}") from error
 
-    def add(self, worker: int) -> None:
-        """Creates the files of one more worker; raises `UsageError` if that fails."""
+    def add(self, worker: int) -> str | None:
+        """Creates the files of one more worker; returns a message for the user if that fails."""
+        try:
+            self._add(worker)
+        except OSError as error:
+            return self._tell(_name(error), "cannot be written", error)
+        return None
+
+    def _add(self, worker: int) -> None:
         if worker not in self._added:
-            self._added.add(worker)
             self._create(worker, f"worker.{worker}")
+            self._added.add(worker)
 
     def _create(self, worker: int, name: str) -> None:
-        path = os.path.join(self._directory, name)
+        """Creates both files of a worker, or none and raises an OSError."""
+        files: dict[tuple[int, Stream], tuple[str, int]] = {}
         try:
             for stream in _STREAMS:
                 path = os.path.join(self._directory, name, stream)
-                self._files[worker, stream] = path, create(path)
-        except OSError as error:
-            self.close()
-            path = str(error.filename or path)
-            path = path if path.isprintable() else repr(path)
-            why = in_words(OSError(error.errno, "")) or error.strerror
-            raise UsageError(f"--output-filename: cannot write {path}: {why}") from error
+                files[worker, stream] = path, create(path)
+        except OSError:
+            for _, fd in files.values():
+                os.close(fd)
+            raise
+        self._files |= files
 
-    def finish(self, worker: int) -> None:
-        """Closes the files of a worker that has ended, after some more have: processes that it left may still write."""
+    def finish(self, worker: int) -> str | None:
+        """Closes the files of a worker that has ended, after some more have: processes that it left may still write.
+
+        Returns a message for the user if what was written is not all in them; so does `close`.
+        """
         if worker not in self._added:
-            return
+            return None
         self._added.remove(worker)
         self._ended.append(worker)
-        if len(self._ended) > _MOST_ENDED:
-            oldest = self._ended.popleft()
-            for stream in _STREAMS:
-                if file := self._files.pop((oldest, stream), None):
-                    os.close(file[1])
+        if len(self._ended) <= _MOST_ENDED:
+            return None
+        oldest = self._ended.popleft()
+        return self._close([(oldest, stream) for stream in _STREAMS])
 
-    def write(self, output: Output) -> None:
-        """Appends output to its file. An `OSError` has the path in its ``filename``."""
-        if (output.worker, output.stream) not in self._files:
-            return
-        path, fd = self._files[output.worker, output.stream]
-        rest = memoryview(output.data)
+    def write(self, output: Output) -> str | None:
+        """Appends output to its file; returns a message for the user if that fails. The file gets no more then."""
+        whose = output.worker, output.stream
+        if whose not in self._files:
+            return None
+        path, fd = self._files[whose]
         try:
-            while rest:
-                rest = rest[os.write(fd, rest) :]
+            write_all(fd, output.data)
         except OSError as error:
-            error.filename = path
-            raise
+            self._close([whose])
+            return self._tell(path, "cannot be written any more", error)
+        return None
 
-    def close(self) -> None:
-        for _, fd in self._files.values():
-            os.close(fd)
-        self._files.clear()
+    def close(self) -> str | None:
+        return self._close(list(self._files))
+
+    def _close(self, those: Iterable[tuple[int, Stream]]) -> str | None:
+        told = None
+        for whose in those:
+            if whose in self._files:
+                path, fd = self._files.pop(whose)
+                try:
+                    os.close(fd)
+                except OSError as error:  # a file system on a network may be full only now
+                    told = self._tell(path, "lacks its last bytes", error) or told
+        return told
+
+    def _tell(self, path: str, what: str, error: OSError) -> str | None:
+        why = why_not_written(error)
+        if why in self._told:
+            return None
+        self._told.add(why)
+        return f"--output-filename: {path} {what}: {why}. The job goes on without it, and without others like it"
+
+
+def _name(error: OSError) -> str:
+    path = str(error.filename)
+    return path if path.isprintable() else repr(path)

@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from ..errors import UsageError
 from ..system.terminal_text import visible, visible_bytes
 from ..wire.messages import Event, Output, ScreenDone, ScreenFailed, Stream
 from .footer import ERASE, Footer
@@ -169,11 +168,14 @@ class Screen:
             self._finish(worker)
         for footer in self._footers.values():
             footer.erase()
-        if self._files is not None:
-            self._files.close()
-        if self._json_log is not None:
-            self._json_log.close()
+        self._keep(lambda files: files.close())
+        self._log(lambda log: log.close())
         self._events.put(ScreenDone())
+
+    def _keep(self, write: Callable[[OutputFiles], str | None]) -> None:
+        """Does something with the files of --output-filename, if there are such; tells the user if that fails."""
+        if self._files is not None and (failure := write(self._files)) is not None:
+            self._say(failure)
 
     def _log(self, write: Callable[[JsonLog], str | None]) -> None:
         """Writes something to the file of --log-json, if there is one; tells the user once if that fails."""
@@ -204,13 +206,7 @@ class Screen:
         return due
 
     def _begin(self, worker: int) -> None:
-        if self._files is not None:
-            try:
-                self._files.add(worker)
-            except UsageError as error:
-                self._files = None
-                cause = error.__cause__ if isinstance(error.__cause__, OSError) else OSError(0, str(error))
-                self._events.put(ScreenFailed(cause.filename or f"the files of worker {worker}", cause))
+        self._keep(lambda files: files.add(worker))
 
     def _set_rank(self, worker: int, rank: int | None) -> None:
         self._ranks[worker] = rank
@@ -220,13 +216,7 @@ class Screen:
                 lines.prefix = self._prefix(worker, stream)
 
     def _show(self, output: Output) -> None:
-        if self._files is not None:
-            try:
-                self._files.write(output)
-            except OSError as error:
-                self._files.close()
-                self._files = None
-                self._events.put(ScreenFailed(error.filename, error))
+        self._keep(lambda files: files.write(output))
         self._log(lambda log: log.output(output, self._rank_now(output.worker)))
         if self._drops:
             self._shown(output)
@@ -271,8 +261,7 @@ class Screen:
             self._open = None
 
     def _finish(self, worker: int) -> None:
-        if self._files is not None:
-            self._files.finish(worker)
+        self._keep(lambda files: files.finish(worker))
         self._log(lambda log: log.finish(worker, self._rank_now(worker)))
         for stream in self._fds:
             self._quiet_at.pop((worker, stream), None)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..system.whole_files import replace_file, why_not_written
+from ..errors import why_not_written
+from ..system.whole_files import replace_file
 from .failure_message import Outcome
 from .generation_table import Row
 from .job_facts import JobFacts, WorkerEnd

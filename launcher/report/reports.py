@@ -13,8 +13,8 @@ import os
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+from ..errors import why_not_written
 from ..system.safe_files import create
-from ..system.whole_files import why_not_written
 from ..wire.messages import ReportAsked, Reported, Stalled, Unresponsive
 from .rank_facts import RankFacts, read_facts
 from .report_text import Report

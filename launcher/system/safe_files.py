@@ -41,6 +41,15 @@ def create(path: str) -> int:
         path = os.path.join(os.path.dirname(walked), target)
 
 
+def write_all(fd: int, data: bytes) -> None:
+    """Writes all of the data; an OSError also where the file has been removed, so that nobody could read it."""
+    if not os.fstat(fd).st_nlink:
+        raise FileNotFoundError(errno.ENOENT, "it was removed")
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
 def _no_more_than(most: int, links: int, path: str) -> None:
     if links > most:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)

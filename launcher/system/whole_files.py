@@ -9,7 +9,7 @@ import contextlib
 import os
 import tempfile
 
-from ..errors import UsageError, in_words
+from ..errors import UsageError, why_not_written
 
 # The modes of a file that a program creates, which node_exporter, another user, must be able to read.
 _MODE = 0o644
@@ -50,11 +50,6 @@ def require_directory(flag: str, path: str) -> None:
     except OSError as error:
         raise UsageError(f"{flag}: cannot make the directory {path}: {why_not_written(error)}") from error
     _try(flag, os.path.join(path, "report"))
-
-
-def why_not_written(error: OSError) -> str:
-    """Returns the cause in words, without the file."""
-    return in_words(OSError(error.errno, "")) or error.strerror or str(error)
 
 
 def _try(flag: str, path: str) -> None:

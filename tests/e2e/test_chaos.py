@@ -65,7 +65,9 @@ def by_one_process(gone: dict[int, tuple[int, str]]) -> list[torch.Tensor]:
 
 def run(launch, tmp_path, *specs: str, hang_timeout_s: int = 30):
     """Runs the program with these faults; returns the survivors' parameters by worker, and the report."""
-    file = tmp_path / "report.json"
+    file, others = tmp_path / "report.json", tmp_path / "others"
+    others.touch()
+    file.symlink_to(others)
     flags = [f"--chaos={spec}" for spec in specs]
     job = launch(
         *("-np", str(SIZE), "--min-np", "1", "--on-failure", "shrink", "--survive"),
@@ -78,6 +80,7 @@ def run(launch, tmp_path, *specs: str, hang_timeout_s: int = 30):
     assert code == 0, err.decode()
     report = json.loads(file.read_text())
     assert report["never"] == []
+    assert not others.read_text()  # a link is replaced, and not followed
     return {int(each.stem): torch.load(each) for each in tmp_path.glob("*.pt")}, report["faults"], err.decode()
 
 

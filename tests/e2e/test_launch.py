@@ -313,13 +313,16 @@ def test_a_timeline_that_cannot_be_written_is_refused_before_anything_starts(lau
     assert not (tmp_path / "started").exists()
 
 
-def test_a_disk_that_is_full_in_mid_job_ends_the_job_and_names_the_file(launch, tmp_path):
+def test_a_disk_that_is_full_in_mid_job_is_told_and_the_job_goes_on(launch, tmp_path):
     (tmp_path / "rank.1").mkdir()
     (tmp_path / "rank.1" / "stdout").symlink_to("/dev/full")
-    job = launch("--output-filename", tmp_path, "-np", "2", "sh", "-c", "echo x; exec sleep 1000")
-    code, _, err = job.ended()
-    assert code == 1
-    assert err.decode() == f"hvdlite-run: cannot write to {tmp_path}/rank.1/stdout: No space left on device\n"
+    job = launch("--output-filename", tmp_path, "-np", "2", "sh", "-c", "echo x; echo y >&2")
+    code, out, err = job.ended()
+    assert code == 0, err.decode()
+    assert sorted(out.splitlines()) == [b"[0]<stdout>:x", b"[1]<stdout>:x"]
+    (told,) = [line for line in err.decode().splitlines() if line.startswith("hvdlite-run")]
+    assert told.startswith(f"hvdlite-run: --output-filename: {tmp_path}/rank.1/stdout cannot be written any more: no sp")
+    assert (tmp_path / "rank.1" / "stderr").read_text() == "y\n"
     job.assert_gone()
 
 

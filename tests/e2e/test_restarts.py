@@ -15,9 +15,14 @@ TWICE = (
 
 
 def test_a_command_that_fails_twice_is_started_three_times_and_the_job_ends_well(launch, tmp_path):
-    job = launch("-np", "2", *RESTART, "sh", "-c", TWICE, cwd=tmp_path)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "restart.2").touch()
+    job = launch("-np", "2", *RESTART, "--output-filename", "logs", "sh", "-c", TWICE, cwd=tmp_path)
     code, out, err = job.ended()
     assert code == 0, err
+    # Files that a restart cannot create do not end the job.
+    assert (tmp_path / "logs" / "restart.1" / "rank.1" / "stdout").read_text() == "count 1\n"
+    assert f"--output-filename: cannot write {tmp_path}/logs/restart.2: " in err.decode()
     assert set(out.decode().splitlines()) == {f"[{r}]<stdout>:count {n}" for r in (0, 1) for n in (0, 1, 2)}
     restarts = [line for line in err.decode().splitlines() if ": restart " in line]
     for number, line in enumerate(restarts, start=1):

@@ -1,6 +1,8 @@
 """The file of --log-json: one object per line, whatever workers write, and what happens where it cannot be written."""
 
+import errno
 import json
+import os
 
 import pytest
 from hvdlite_launcher.errors import UsageError
@@ -116,6 +118,22 @@ def test_a_file_that_is_removed_while_the_job_runs_is_told_once(path):
     )
     assert log.event("say", text="z") is None
     assert not path.exists()
+
+
+def test_a_disk_on_a_network_that_is_full_when_the_file_is_closed_is_told(path, monkeypatch):
+    closed = []
+
+    def close(fd):
+        closed.append(fd)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    log = JsonLog(str(path))
+    with monkeypatch.context() as patch:
+        patch.setattr("os.close", close)
+        told = log.close()
+    assert told == f"--log-json {path}: its last lines may be missing: no space or no inodes left: see df and df -i"
+    assert log.close() is None
+    os.close(*closed)
 
 
 def test_two_jobs_with_one_file_leave_each_others_lines_whole(path):

@@ -1,6 +1,8 @@
 """Each worker's output is written to files of its own."""
 
+import errno
 import os
+import shutil
 
 import pytest
 from hvdlite_launcher.errors import UsageError
@@ -73,3 +75,53 @@ def test_any_number_of_workers_of_an_elastic_job_have_some_open_files(tmp_path):
     assert (tmp_path / "worker.59" / "stdout").read_bytes() == b"first late"
     assert (tmp_path / "worker.0" / "stdout").read_bytes() == b"first late"
     assert max(open_files) == open_files[20]
+
+
+def test_a_full_disk_is_told_once_for_all_files_without_a_remedy_that_cannot_help(tmp_path):
+    for rank in (0, 1):
+        (tmp_path / f"rank.{rank}").mkdir()
+        (tmp_path / f"rank.{rank}" / "stdout").symlink_to("/dev/full")
+    files = OutputFiles(str(tmp_path), {0: 0, 1: 1})
+    told = [files.write(Output(rank, "stdout", b"text")) for rank in (0, 0, 1)]
+    assert files.write(Output(1, "stderr", b"text")) is None
+    files.close()
+    assert told == [
+        f"--output-filename: {tmp_path}/rank.0/stdout cannot be written any more: no space or no inodes left: "
+        "see df and df -i. The job goes on without it, and without others like it",
+        None,
+        None,
+    ]
+    assert (tmp_path / "rank.1" / "stderr").read_bytes() == b"text"
+
+
+def test_a_directory_that_is_removed_while_the_job_runs_is_told_once(tmp_path):
+    files = OutputFiles(str(tmp_path), {0: 0, 1: 1})
+    assert files.write(Output(0, "stdout", b"x")) is None
+    shutil.rmtree(tmp_path / "rank.0")
+    told = [files.write(Output(0, stream, b"x")) for stream in ("stdout", "stderr")]
+    assert told == [
+        f"--output-filename: {tmp_path}/rank.0/stdout cannot be written any more: it was removed. "
+        "The job goes on without it, and without others like it",
+        None,
+    ]
+    assert files.write(Output(1, "stdout", b"x")) is None
+    files.close()
+    assert (tmp_path / "rank.1" / "stdout").read_bytes() == b"x"
+
+
+def test_a_disk_on_a_network_that_is_full_when_a_file_is_closed_is_told(tmp_path, monkeypatch):
+    closed = []
+
+    def close(fd):
+        closed.append(fd)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    files = OutputFiles(str(tmp_path), {0: 0})
+    with monkeypatch.context() as patch:
+        patch.setattr("os.close", close)
+        told = files.close()
+    assert told is not None
+    assert told.startswith(f"--output-filename: {tmp_path}/rank.0/stdout lacks its last bytes: this user's disk quota")
+    assert len(closed) == 2
+    for fd in closed:
+        os.close(fd)

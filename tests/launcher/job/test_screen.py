@@ -1,6 +1,5 @@
 """The screen shows whole lines with a prefix and unchanged bytes, and progress bars that stay readable."""
 
-import errno
 import os
 import pty
 import threading
@@ -143,18 +142,33 @@ def test_a_timestamp_is_as_horovod_writes_it(pipe):
     assert abs(time.mktime(time.strptime(stamp.decode())) - time.time()) < 60
 
 
-def test_a_file_that_cannot_be_written_is_an_event_once_and_the_screen_goes_on(pipe, tmp_path):
+def test_a_file_that_cannot_be_written_is_told_once_and_the_job_goes_on(pipe, tmp_path):
     (tmp_path / "rank.0").mkdir()
     (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
     events = SimpleQueue()
-    screen = Screen(events, [].append, stdout=pipe[1], environ={}, files=OutputFiles(str(tmp_path), {0: 0}))
+    files = OutputFiles(str(tmp_path), {0: 0})
+    screen = Screen(events, [].append, stdout=pipe[1], stderr=pipe[1], environ={}, files=files)
     _outputs(screen, *[Output(0, "stdout", b"line\n")] * 3)
-    failed = events.get(timeout=60)
-    assert isinstance(failed, ScreenFailed)
-    assert (failed.where, failed.error.errno) == (str(tmp_path / "rank.0" / "stdout"), errno.ENOSPC)
     assert isinstance(events.get(timeout=60), ScreenDone)
     os.close(pipe[1])
-    assert _read_all(pipe[0]) == b"[0]<stdout>:line\n" * 3
+    told, *lines = _read_all(pipe[0]).splitlines()
+    assert told.startswith(b"hvdlite-run: --output-filename: %b/rank.0/stdout cannot be" % os.fsencode(tmp_path))
+    assert lines == [b"[0]<stdout>:line"] * 3
+
+
+def test_files_of_a_new_worker_that_cannot_be_created_are_told_and_the_job_goes_on(pipe, tmp_path):
+    events = SimpleQueue()
+    files = OutputFiles(str(tmp_path), {}, first=0)
+    (tmp_path / "worker.1").touch()
+    screen = Screen(events, [].append, stdout=pipe[1], stderr=pipe[1], environ={}, files=files)
+    screen.begin(1)
+    _outputs(screen, Output(1, "stdout", b"one\n"), Output(0, "stdout", b"zero\n"))
+    assert isinstance(events.get(timeout=60), ScreenDone)
+    os.close(pipe[1])
+    told, *lines = _read_all(pipe[0]).splitlines()
+    assert told.startswith(b"hvdlite-run: --output-filename: %b/worker.1" % os.fsencode(tmp_path))
+    assert lines == [b"[1]<stdout>:one", b"[0]<stdout>:zero"]
+    assert (tmp_path / "worker.0" / "stdout").read_bytes() == b"zero\n"
 
 
 def _on_terminal(environ, *outputs, quiet_s=3600.0):
