@@ -321,7 +321,7 @@ def test_a_disk_that_is_full_in_mid_job_is_told_and_the_job_goes_on(launch, tmp_
     assert code == 0, err.decode()
     assert sorted(out.splitlines()) == [b"[0]<stdout>:x", b"[1]<stdout>:x"]
     (told,) = [line for line in err.decode().splitlines() if line.startswith("hvdlite-run")]
-    assert told.startswith(f"hvdlite-run: --output-filename: {tmp_path}/rank.1/stdout cannot be written any more: no sp")
+    assert told.startswith(f"hvdlite-run: --output-filename: {tmp_path}/rank.1/stdout cannot be written any more")
     assert (tmp_path / "rank.1" / "stderr").read_text() == "y\n"
     job.assert_gone()
 
