@@ -311,6 +311,8 @@ class RemoteAgent:
             self._store.receive(self, message)
             return
         if isinstance(message, Refused):
+            if message.worker is not None and message.worker not in self.workers:
+                raise ProtocolError("its hvdlite agent reported on a worker that is not there")
             host = None if self.host.is_here else self.host.label
             message = replace(message, why=one_line(message.why), host=host)
         else:

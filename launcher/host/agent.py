@@ -247,18 +247,23 @@ class Agent:
             for signum in signals:
                 self._signal(SignalWorkers((number,), signum))
 
-        common = common_environment(self._job, self._job_dir, self._interface)
+        try:
+            common = common_environment(self._job, self._job_dir, self._interface)
+        except CannotStartError:  # which the other way tells
+            return False
         return self._forked_workers.ask(number, {**common, **own}, start_anew)
 
     def _start_anew(self, workers: Mapping[int, Mapping[str, str]]) -> None:
         """Starts workers as new processes; if one cannot be started, says why and starts no more of them."""
         assert self._job is not None, "the callers have asked"
         assert self._job_dir is not None, "as above"
+        left = list(workers)
         try:
             for worker in start_workers(self._job, workers, self._job_dir, self._interface):
+                left.remove(worker.number)
                 self._on_started(worker)
         except CannotStartError as error:
-            self._channel.send(error.refused)
+            self._channel.send(replace(error.refused, worker=left[0]))
 
     def _on_started(self, worker: Worker) -> None:
         self._channel.send(Started(worker.number, worker.process.pid))
@@ -321,7 +326,10 @@ class Agent:
             return
         if self._forked_workers.is_planned:
             return
-        environment = common_environment(self._job, self._job_dir, self._interface)
+        try:
+            environment = common_environment(self._job, self._job_dir, self._interface)
+        except CannotStartError:  # which is told when the next worker is started
+            return
         if (command := parse_python(command_of(self._job), environment)) is not None:
             self._forked_workers.start_soon(command, self._job.cwd, environment)
 

@@ -104,6 +104,8 @@ def start_workers(
             raise CannotStartError(Refused(f"command or environment: {why}", 126)) from error
         except OSError as error:
             raise CannotStartError(_refusal(job, environment, error)) from error
+        except subprocess.SubprocessError as error:  # the child could not set itself up
+            raise CannotStartError(Refused(str(error).lower(), 126)) from error
         assert process.stdout is not None
         assert process.stderr is not None
         yield Worker(number, process, {"stdout": process.stdout, "stderr": process.stderr})

@@ -83,7 +83,7 @@ class ElasticJob:
         here: Callable[[], str],
         start_timeout_s: float,
         hang_timeout_s: float,
-        post: Callable[[Lost | Unresponsive], None],
+        post: Callable[[Lost | Unresponsive | Exited], None],
         chaos_of: Callable[[int], str] = lambda _: "",
     ) -> None:
         """``hang_timeout_s``: see `Hangs` and `CutLinks`. ``post`` puts an event behind all others.
@@ -101,6 +101,8 @@ class ElasticJob:
         self._links = CutLinks(hang_timeout_s)
         self._hang_timeout_s = hang_timeout_s
         self._given_up: set[str] = set()  # hosts that are to be lost, since others cannot reach them
+        self._have_run: set[str] = set()  # hosts on which a worker of the job has come to hvd.init()
+        self._refusals: dict[int, str] = {}  # why workers could not be started, until their end is counted
         self._post = post
         self._screen = screen
         self._signal_workers = signal_workers
@@ -164,6 +166,7 @@ class ElasticJob:
         if not isinstance(event, InitStarted):
             return
         after = event.after or 0
+        self._have_run.add(self._roster[event.worker].host)
         self._seats.asked(event.worker, after)
         self._hangs.begin(event.worker)
         if self._membership.current is None and self._late_at is None:
@@ -190,7 +193,9 @@ class ElasticJob:
         was_told = self._told_to_end.pop(end.worker, None) is not None
         is_dismissed = end.worker in self._dismissed
         self._dismissed.discard(end.worker)
-        if not (was_told or is_dismissed or end.returncode == 0 or end.peer_lost):
+        if end.worker in self._refusals:
+            self._last_failure = str(why)
+        elif not (was_told or is_dismissed or end.returncode == 0 or end.peer_lost):
             self._last_failure = failure_message(self._roster.failure(end), is_last=True)
         if is_dismissed:
             self._tell_membership(end, why)
@@ -214,7 +219,10 @@ class ElasticJob:
 
     def _on_end_before_rank(self, end: Exited, why: str | None) -> None:
         """A worker has ended by itself while others are the ranks: a cause only if the job ends now."""
-        self._screen.say(f"{why or self._name(end.worker) + ' ended with exit code 0'} before it had a rank")
+        if self._refusals.pop(end.worker, None) is not None:
+            self._screen.say(str(why))
+        else:
+            self._screen.say(f"{why or self._name(end.worker) + ' ended with exit code 0'} before it had a rank")
         self._ends.append(end)
         self._tell_membership(end, why)
         if self._decides() and end in self._ends:
@@ -230,6 +238,7 @@ class ElasticJob:
         if not self._hosts.knows(lost.host) or not self._decides():
             return
         self._given_up.discard(lost.host)
+        self._have_run.discard(lost.host)
         was_connected = self._hosts.lost(lost.host)
         workers = [number for number in self._roster.on_host(lost.host) if number in self._living]
         why = f"lost {lost.host}: {lost.why}" if was_connected else f"{lost.host}: {lost.why}"
@@ -252,7 +261,13 @@ class ElasticJob:
     def on_refused(self, refused: Refused) -> None:
         host = self._here() if refused.host is None else refused.host
         if self._membership.current is not None:
-            self._post(Lost(host, refused.why))  # for observers, too, which count faults and lost hosts
+            # For observers, too, which count faults and lost hosts. A host on which workers run or ran keeps them: what
+            # cannot be started now is one worker in its slot. One that has never had any cannot start the command.
+            if refused.worker is None or host not in self._have_run:
+                self._post(Lost(host, refused.why))
+            elif refused.worker in self._living:
+                self._refusals[refused.worker] = refused.why
+                self._post(Exited(refused.worker, refused.exit_code))
             return
         where = "" if refused.host is None else f"{host}: "
         self.decide(Outcome(refused.exit_code, where + refused.why))
@@ -515,6 +530,8 @@ class ElasticJob:
     def _words_of(self, end: Exited) -> str | None:
         """Returns how a worker failed, named; None if it has not."""
         name = self._name(end.worker)
+        if end.worker in self._refusals:
+            return f"{name} could not be started: {self._refusals[end.worker]}"
         if end.worker in self._told_to_end:
             return f"{name} was ended: {self._told_to_end[end.worker]}"
         if end.returncode == 0:

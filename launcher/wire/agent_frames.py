@@ -161,7 +161,7 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
         },
     ),
     PeakMemory: (32, {"worker": _worker, "size": _number(0, 1 << 60)}),
-    Refused: (5, {"why": _str, "exit_code": _number(1, 255)}),
+    Refused: (5, {"why": _str, "exit_code": _number(1, 255), "worker": _or_none(_worker)}),
     InputWanted: (6, {"worker": _worker}),
     Hello: (
         7,

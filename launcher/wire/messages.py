@@ -165,12 +165,14 @@ class PeakMemory:
 class Refused:
     """The agent could not start the command. ``exit_code`` is the one that a shell would give (127: not found).
 
-    ``host`` is the label of the agent's host, None for the launcher's machine. The launcher sets it on receipt.
+    ``worker`` is the one that could not be started; None if the host can have none. ``host`` is the label of the
+    agent's host, None for the launcher's machine. The launcher sets it on receipt.
     """
 
     why: str
     exit_code: int
     host: str | None = None
+    worker: int | None = None
 
 
 @dataclass(frozen=True)

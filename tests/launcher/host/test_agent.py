@@ -6,10 +6,11 @@ import os
 import subprocess
 
 import pytest
+from hvdlite_launcher.host import start_workers
 from hvdlite_launcher.host.agent import Agent
-from hvdlite_launcher.host.start_workers import Worker
+from hvdlite_launcher.host.start_workers import CannotStartError, Worker
 from hvdlite_launcher.system import process_tree
-from hvdlite_launcher.wire.messages import Exited, InitDone, PeakMemory
+from hvdlite_launcher.wire.messages import Exited, InitDone, PeakMemory, Refused, StartJob
 from pidfds import has_pidfds_of_threads
 
 
@@ -19,8 +20,9 @@ def make_agent():
     fds: list[int] = []
 
     def make(adopts: bool) -> Agent:
-        fds.extend(fd for _ in range(3) for fd in os.pipe())
-        return Agent(*fds[::2], adopts=adopts, report_directory=lambda _: None)
+        own = [fd for _ in range(3) for fd in os.pipe()]
+        fds.extend(own)
+        return Agent(*own[::2], adopts=adopts, report_directory=lambda _: None)
 
     yield make
     for fd in fds:
@@ -68,3 +70,64 @@ def test_in_an_elastic_job_the_end_of_a_killed_worker_is_told_before_it_is_reape
     agent._read_signals()
     assert sent[1:] == ([*told_early, PeakMemory(5, 700)] if told_early else [Exited(5, -9, peak_memory=700)])
     assert not agent._selector.get_map()
+
+
+@pytest.fixture
+def start(make_agent, tmp_path):
+    """Provides ``start(**changes)``: an agent with a job, and the messages that it has sent."""
+
+    def make(**changes):
+        agent, sent = make_agent(adopts=True), []
+        agent._channel.send = sent.append
+        agent._job_dir = str(tmp_path)
+        job = {
+            "token": "t",
+            "command": ("./gone",),
+            "in_python": False,
+            "as_horovod": False,
+            "forks": True,
+            "slots": 2,
+            "cwd": str(tmp_path),
+            "environment": {},
+            "inherits": False,
+            "peers": (),
+            "workers": {},
+        }
+        agent._job = StartJob(**{**job, **changes})
+        return agent, sent
+
+    return make
+
+
+def test_a_worker_that_cannot_be_started_is_named(start, tmp_path):
+    agent, sent = start()
+    agent._start({7: {}, 8: {}})
+    agent, sent_there = start(cwd=str(tmp_path / "removed"))
+    agent._start({9: {}})
+    assert sent == [Refused("./gone: command not found", 127, worker=7)]
+    assert sent_there == [
+        Refused(f"{tmp_path}/removed: the working directory does not exist on this host", 1, worker=9)
+    ]
+
+
+def test_a_host_whose_horovod_is_gone_keeps_its_workers_though_it_can_have_no_more(start, monkeypatch):
+    def gone():
+        raise CannotStartError(Refused("--horovod: no horovod module", 1))
+
+    monkeypatch.setattr(start_workers, "_directory_of_horovod", gone)
+    agent, sent = start(as_horovod=True)
+    agent._forked_workers.is_ready = True
+    agent._start_fork_server_soon()
+    agent._start({7: {}})
+    assert sent == [Refused("--horovod: no horovod module", 1, worker=7)]
+
+
+def test_a_worker_whose_process_cannot_set_itself_up_is_refused(start, monkeypatch):
+    def fails():
+        raise MemoryError
+
+    monkeypatch.setattr(process_tree, "dying_with_parent", lambda: fails)
+    agent, sent = start(command=("true",), environment={"PATH": os.environ["PATH"]})
+    agent._start({7: {}})
+    (refused,) = sent
+    assert (refused.worker, refused.exit_code) == (7, 126)

@@ -458,6 +458,28 @@ def test_a_host_that_comes_later_and_cannot_start_the_command_is_done_without():
     assert Lost("b", "python: command not found") in played.observed  # which the summary and the metrics count
 
 
+def test_a_replacement_that_cannot_be_started_is_a_failure_of_its_slot_and_not_of_its_host():
+    why = "train: command not found"
+    refused = [Refused(why, 127, "a", worker=number) for number in (2, 3, 4)]
+    played = Played(*begins(a=2), KILLED_1, *refused, *asks(0, after=1))
+    assert played.left == []
+    assert list(played.started) == [0, 1, 2, 3, 4]  # as often as --max-restarts allows
+    assert [said for said in played.said if why in said] == [
+        f"worker {number} on a could not be started: {why}" for number in (2, 3, 4)
+    ]
+    assert any(said.startswith("slot 1 of a stays empty") for said in played.said)
+    assert played.seat(0, 1) == {"generation": 2, "rank": 0, "size": 1, "newcomers": 0}
+    assert Exited(2, 127) in played.observed  # which the summary and the metrics count
+    assert played.ending.running == {0}
+
+
+def test_a_replacement_that_cannot_be_started_is_named_where_a_limit_ends_the_job():
+    refused = [Refused("train: command not found", 127, "a", worker=number) for number in (2, 3, 4)]
+    script = *begins(a=2), KILLED_1, *refused, *asks(0, after=1), TIME_PASSES, TIME_PASSES, Exited(0, -15)
+    played = Played(*script, min_np=2, elastic_timeout_s=10)
+    assert played.outcome.message.endswith("worker 4 on a could not be started: train: command not found")
+
+
 def test_a_worker_that_never_comes_to_the_first_generation_is_named_after_the_start_timeout():
     played = Played(found(a=2), answers("a"), *asks(0), TIME_PASSES, Exited(0, -15), Exited(1, -15))
     assert played.outcome.message == (
