@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
 
 from ..errors import CommunicationError, PeerLostError
+from .ending_store import EndingStore
 from .engine_state import EngineState
 from .gloo import ConnectingRanks, Connections, make_gloo, open_proven, wait_for_all
 from .torch_engine import TorchEngine
@@ -314,6 +315,8 @@ class SubsetEngineFactory:
         self._global_ranks = list(global_ranks)
         self._opened = itertools.count()
         self._open: list[tuple[TorchEngine, Connections]] = []
+        # As long as the groups, which refer to them.
+        self._stores: list[EndingStore] = []
 
     def open(self) -> Engine:
         label = f"channel{next(self._opened)}"
@@ -361,8 +364,11 @@ class SubsetEngineFactory:
     def _make_backend(self, name: str, store: Store, connections: Connections) -> Any:
         rank, size, init_timeout = self._ranks.rank, self._ranks.size, self._ranks.init_timeout
         if name == "gloo":
-            gloo = make_gloo(store, rank, size, init_timeout.left(), connections)
+            # Held until gloo has connected.
+            ending = EndingStore(store, init_timeout.left(), self._ranks.store_wait())
+            gloo = make_gloo(ending, rank, size, init_timeout.left(), connections)
             gloo._set_default_timeout(init_timeout.timeout)
+            self._stores.append(ending)
             return gloo
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = init_timeout.timeout

@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ from .. import forks
 from ..errors import CommunicationError
 from ..log import log
 from ..signing import TAG_BYTES, Signer
+from .ends import Ends
 
 # The longest that ranks may be apart after all have connected, even where many share few cores.
 _PROOF_S, _PROOF_S_PER_RANK = 15.0, 0.25
@@ -82,7 +83,8 @@ class ConnectingRanks:
     """The ranks that open process groups together.
 
     ``names`` are the ranks as messages name them, such as ``rank 3 (node2)``. Only these ranks have ``store`` and the
-    key of ``signer``. ``init_timeout`` is how long they wait for each other.
+    key of ``signer``. ``init_timeout`` is how long they wait for each other, unless one of them is among ``ends``.
+    ``numbers`` are their global ranks.
     """
 
     store: Store
@@ -90,6 +92,8 @@ class ConnectingRanks:
     rank: int
     names: tuple[str, ...]
     init_timeout: InitTimeout
+    ends: Ends = field(default_factory=Ends)
+    numbers: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -106,6 +110,22 @@ class ConnectingRanks:
             signer=self.signer.derive("among", token),
             rank=group_rank,
             names=tuple(self.names[each] for each in group_ranks),
+            numbers=tuple(self.global_ranks[each] for each in group_ranks),
+        )
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        return self.numbers or tuple(range(self.size))
+
+    def wait_until_set(self, store: Store, keys: Sequence[str]) -> None:
+        """Block until the ranks have set these keys; a CommunicationError if one of them has ended or failed."""
+        self.ends.wait_until_set(store, keys, self.init_timeout.left(), self.global_ranks, self.names)
+
+    def store_wait(self) -> Callable[[Store, Sequence[str], timedelta], None]:
+        """Returns what waits like `wait_until_set` in the operation of this thread, for gloo's threads."""
+        operation = self.ends.operation
+        return lambda store, keys, timeout: self.ends.wait_until_set(
+            store, keys, timeout, self.global_ranks, self.names, operation
         )
 
 
@@ -114,7 +134,9 @@ def wait_for_all(ranks: ConnectingRanks, label: str) -> None:
     keys = [f"{label}/here/{group_rank}" for group_rank in range(ranks.size)]
     try:
         ranks.store.set(keys[ranks.rank], "1")
-        ranks.store.wait(keys, ranks.init_timeout.left())
+        ranks.wait_until_set(ranks.store, keys)
+    except CommunicationError as error:
+        raise type(error)(f"{ranks.names[ranks.rank]} could not connect to the other ranks: {error}") from error
     except RuntimeError as error:
         late = []
         with contextlib.suppress(RuntimeError):
@@ -142,16 +164,17 @@ def open_proven(
     fails it passes the group to ``discard``, and raises a CommunicationError that names the ranks whose connections
     lead elsewhere.
     """
-    with _listener_filter.while_connecting() as connections:
-        group = make(connections)
-    connections.belong_to(group, ranks.rank, ranks.size)
-    try:
-        on_connected(connections)
-        _prove(group, ranks, label)
-    except BaseException:
-        connections.cut()
-        discard(group)
-        raise
+    with ranks.ends.connecting(ranks.global_ranks, ranks.names, ranks.rank):
+        with _listener_filter.while_connecting() as connections:
+            group = make(connections)
+        connections.belong_to(group, ranks.rank, ranks.size)
+        try:
+            on_connected(connections)
+            _prove(group, ranks, label)
+        except BaseException:
+            connections.cut()
+            discard(group)
+            raise
     return group, connections
 
 

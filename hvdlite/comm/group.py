@@ -33,6 +33,7 @@ from ..errors import (
 )
 from ..signing import TAG_BYTES, Signer, digest
 from ..values import shown, whole_number
+from .ends import Ends
 from .engine import (
     ClosedEngine,
     Done,
@@ -206,6 +207,11 @@ class Group:
             raise self.error_of(what, error) from error
         for duplicate in list(self._duplicates):
             duplicate.require_ended(what)
+
+    @property
+    def ends(self) -> Ends:
+        """What ends waits for ranks that cannot come any more."""
+        return self._watch.ends
 
     @property
     def is_closed(self) -> bool:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from ..errors import CommunicationError, MismatchError, describe_interrupt, list_names
+from .ends import Ends
 from .engine import EngineWork, KnowsWhoBegan
 from .step_clock import StepClock
 
@@ -29,7 +30,9 @@ class CollectiveWatch:
     reports these to rank 0, and records here which other rank has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends: Ends | None = None) -> None:
+        """``ends`` ends waits for ranks that cannot come; by default it is a new one."""
+        self.ends = Ends() if ends is None else ends
         # By thread ident: the collective's name, when the wait began (`time.monotonic`), and its id. Each thread writes
         # only its own entry, since this is on the path of every bucket.
         self.waits: dict[int, tuple[str, float, CollectiveId | None]] = {}
@@ -55,10 +58,14 @@ class CollectiveWatch:
         return self.waits.copy()
 
     def record_first_end(self, rank: int, ended_normally: bool) -> None:
-        """Record that global ``rank`` was the first to end: normally, or by a crash or a lost connection."""
+        """Record that global ``rank`` was the first to end: normally, or by a crash or a lost connection.
+
+        Later calls count for waits in the store alone.
+        """
         if self._first_end is None:
             self._first_end = (rank, ended_normally)
         self._heard.set()
+        self.ends.record_end(rank, ended_normally)
 
     def record_unknown_end(self) -> None:
         """Record that the first rank to end cannot be known any more."""

@@ -22,6 +22,7 @@ decides rounds of votes (`voting`). The diagram leaves out some messages; these 
     ["alive", count]                    sent about twice a second while it waits for something: how many of the
                                         operations that rank 0 let begin have ended there
     ["lost"]                            an error here was caused by the end of another rank
+    ["failed", label, number, words]     this operation, by its group's label and its number there, has failed here
     ["at", line]                        answers "where": where its program is
     ["close_round", number]             asks to close this round of votes (see `voting`), having waited long enough
     ["pace", set_id, steps, sat_out, seconds, in_forward, elsewhere]
@@ -41,7 +42,10 @@ decides rounds of votes (`voting`). The diagram leaves out some messages; these 
     ["sit_out", set_id, numbers]        to a rank that has joined: sit out the steps of these optimizers
     ["joined", last_rank]               all ranks have called join
     ["not_joined", error, words]        the join has failed
-    ["left", rank, ended_normally]      this rank was the first to end; ended_normally: not by a crash
+    ["left", rank, ended_normally]      this rank was the first to end, or has ended during an operation that connects
+                                        it to this one; ended_normally: not by a crash
+    ["failed", rank, label, number, words]
+                                        an operation has failed on that rank: the others do not wait for it there
     ["alive", [ticket, ranks, count], ...]
                                         answers "alive": for each of this rank's oldest requests, the first ranks that
                                         have not made it, and how many there are

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 
 from ..comm.recorder import OPERATIONS, Recorder
@@ -42,7 +43,7 @@ class Agreed:
             recorder.note_waiting(execution.what, self.since_ns, time.monotonic_ns())
         try:
             with recorder.span(OPERATIONS, execution.what) if recorder.is_on else nullcontext():
-                result = self.run(execution)
+                result = execution.group.ends.run(execution.group.label, partial(self.run, execution))
         except BaseException as error:  # noqa: BLE001 - raised by threads that wait for the handle
             note_end()
             self.handle.fail(error)

@@ -25,7 +25,7 @@ class MessageError(ValueError):
     """A message from a rank is malformed."""
 
 
-def handle_message(
+def handle_message(  # noqa: PLR0912  # a case for each message
     negotiation: Negotiation, rank: int, message: list[Any], everybody: tuple[int, ...], now_s: float
 ) -> None:
     """Passes a message of ``rank`` to the negotiation; raises a MessageError, before any effect, if it is malformed."""
@@ -65,6 +65,8 @@ def handle_message(
             negotiation.introduce(rank, pid)
         case ["at", str(line)] if len(line) <= LONGEST:
             negotiation.program_line(rank, line, now_s)
+        case ["failed", str(label), int(number), str(words)]:
+            negotiation.failed(rank, label, number, words)
         case ["lost"]:
             negotiation.lost(rank)
         case ["bye"]:

@@ -29,6 +29,7 @@ from .mismatch import (
     words_of_deadlock,
     words_of_difference,
 )
+from .operation import CONNECTING
 from .pending import Ask, Id, PairingQueue, Pending, Refusal, stuck_ranks
 from .stall import SHOWN, Blocked, Scene, StallRules, StallWatch
 
@@ -72,6 +73,8 @@ class Negotiation:
         # By rank: operations that have begun and are not reported as ended; and how many are.
         self._under_way: dict[int, deque[Ask]] = {rank: deque() for rank in range(len(hosts))}
         self._over_count = dict.fromkeys(range(len(hosts)), 0)
+        # By group label, the number of its last operation that has failed on a rank.
+        self._failed: dict[str, int] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -209,6 +212,16 @@ class Negotiation:
             under_way.popleft()
             self._over_count[rank] += 1
 
+    def failed(self, rank: int, label: str, number: int, words: str) -> None:
+        """Tells the other ranks that an operation has failed on ``rank``, unless it has failed on another before.
+
+        ``label`` is its group's, and ``number`` counts that group's operations.
+        """
+        if number > self._failed.get(label, 0):
+            self._failed[label] = number
+            others = [other for other in range(len(self._hosts)) if other != rank and other not in self._ended]
+            self.outbox += [(other, ["failed", rank, label, number, words]) for other in others]
+
     def lost(self, rank: int) -> None:
         """Notes an error on ``rank`` that another rank's end caused: if ``rank`` ends, it was not the first."""
         self._endings.lost(rank)
@@ -229,6 +242,12 @@ class Negotiation:
             # Rank 0 last: this may make it end, and then the others would not receive it.
             others = [other for other in [*range(1, len(self._hosts)), 0] if other != rank]
             self.outbox += [(other, self.first_left) for other in others]
+        else:
+            # Those that are connecting to it learn of it from nobody else.
+            met = {member for ask in self._under_way[rank] if ask.kind in CONNECTING for member in ask.members}
+            self.outbox += [
+                (other, ["left", rank, ended_normally]) for other in sorted(met - {rank} - self._ended.keys())[::-1]
+            ]
         self._ended.setdefault(rank, ended_normally)
         self._waiting.pop(rank, None)
         self._stall.busy(rank, (), is_stuck=False)

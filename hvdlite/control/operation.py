@@ -66,6 +66,9 @@ ADD_PROCESS_SET = Kind(
     error_prefix="Attempted to register process set with mismatching values on different ranks: ",
 )
 
+CONNECTING = frozenset({OPTIMIZER, ADD_PROCESS_SET, ELASTIC_STATE})
+"""Operations in which ranks open engines: they wait for each other outside of any engine."""
+
 _KINDS = {value.name: value for value in list(globals().values()) if isinstance(value, Kind)}
 
 

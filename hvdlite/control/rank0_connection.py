@@ -171,6 +171,7 @@ class Rank0Connection:
 
     def _run(self) -> None:
         self._watch.listening_thread, self._watch.say_lost = threading.get_ident(), self._say_lost
+        self._watch.ends.say_failed = self._say_failed
         reason, ended_normally = None, False
         try:
             with selectors.DefaultSelector() as selector:
@@ -242,6 +243,8 @@ class Rank0Connection:
         match message:
             case ["left", int(rank), bool(ended_normally)]:
                 self._watch.record_first_end(rank, ended_normally)
+            case ["failed", int(rank), str(label), int(number), str(words)]:
+                self._watch.ends.record_failure(rank, label, number, words)
             case ["over", str(words), bool(is_peer_loss)]:
                 raise _Rank0EndedError(EndReason(words, is_peer_loss))
             case ["lost", 0]:
@@ -256,6 +259,10 @@ class Rank0Connection:
         if not self._has_said_lost:
             self._has_said_lost = True
             self._mailbox.send(["lost"])
+
+    def _say_failed(self, label: str, number: int, words: str) -> None:
+        """Reports that an operation has failed here, for ranks that wait in it for this one."""
+        self._mailbox.send(["failed", label, number, words])
 
     def _hear_of_rank_0(self, *, ended_normally: bool) -> None:
         """Records the end of the connection to rank 0."""

@@ -10,6 +10,7 @@ of the ranks belong together: a call while another thread is in one of the same 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 from .. import forks
@@ -71,7 +72,8 @@ class UncheckedController:
                 else:
                     owns = group.all_gather_json(operation.own, what)
                 with self._recorder.span(OPERATIONS, what):
-                    result = operation.run(Execution(group, what, owns, group.size))
+                    execution = Execution(group, what, owns, group.size)
+                    result = group.ends.run(group.label, partial(operation.run, execution))
                 handle.succeed(result)
             except Exception as error:  # noqa: BLE001 - raised by threads that wait for the handle
                 handle.fail(error)

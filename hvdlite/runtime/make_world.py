@@ -24,6 +24,7 @@ from ..comm.engine import EngineFactory, TorchEngineFactory
 from ..comm.gloo import ConnectingRanks, InitTimeout
 from ..comm.group import Group
 from ..comm.hierarchy_selection import choose_levels
+from ..comm.work import CollectiveWatch
 from ..control.connect import make_controller
 from ..control.controller import Controller
 from ..control.generation import Generation
@@ -137,7 +138,8 @@ def make_world(
     infos, connecting = ranks.infos, ranks.connecting
     placements = [info.placement for info in infos]
     topology = placements_to_topology(placement.rank, placements)
-    generation = Generation()
+    generation = Generation(CollectiveWatch(connecting.ends))
+    connecting.ends.give_up_connecting = Connecting(placement.size).give_up_begun
     group = Group(
         engine_factory,
         placement.rank,

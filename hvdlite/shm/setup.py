@@ -35,6 +35,9 @@ from .peers import Peers
 from .segment import Address, NoMemoryError, Piece, Segment
 from .shm_operation import SLOTS_BYTES, EngineContext
 
+WaitUntilSet = Callable[[Store, Sequence[str]], None]
+"""Blocks until other ranks have set these keys in the store."""
+
 _READING = timedelta(seconds=5)
 _MOST_INFO_BYTES = 65536
 
@@ -47,15 +50,23 @@ def open_segment() -> Segment:
 
 
 def exchange_control_blocks(
-    store: Store, rank: int, size: int, segment: Segment | NoMemoryError, init_timeout: InitTimeout, signer: Signer
+    store: Store,
+    rank: int,
+    size: int,
+    segment: Segment | NoMemoryError,
+    init_timeout: InitTimeout,
+    signer: Signer,
+    wait_until_set: WaitUntilSet | None = None,
 ) -> EngineContext:
     """Returns an engine's context. Every rank must call it, with a wait_until_read of the store that nothing else uses.
 
     ``signer`` has a key that only these ranks share, for this engine alone, because others may be able to write to the
-    store. If one rank has no shared memory, or cannot map another's, every rank raises a NoMemoryError that names it
-    and says why.
+    store. ``wait_until_set`` waits for keys of the other ranks; by default the store does, up to the timeout, also for
+    ranks that have ended. If one rank has no shared memory, or cannot map another's, every rank raises a NoMemoryError
+    that names it and says why.
     """
     own = _make_own(segment)
+    wait = wait_until_set or (lambda store, keys: store.wait(list(keys), init_timeout.left()))
     with contextlib.ExitStack() as undo:
         if isinstance(own, _Own):
             undo.callback(own.close)
@@ -65,7 +76,7 @@ def exchange_control_blocks(
             rank,
             size,
             {"error": str(own)} if isinstance(own, Exception) else own.info,
-            init_timeout,
+            wait,
             signer,
         )
         _require_all("has no shared memory", infos, partial(_wait_until_read, store, "control block", rank, size))
@@ -76,7 +87,7 @@ def exchange_control_blocks(
             undo.callback(context.peers.close)
         except (NoMemoryError, OSError, ValueError) as error:
             result = {"error": str(error)}
-        results = _exchange(store, "result", rank, size, result, init_timeout, signer)
+        results = _exchange(store, "result", rank, size, result, wait, signer)
         _require_all(
             "cannot map the other ranks' memory", results, partial(_wait_until_read, store, "result", rank, size)
         )
@@ -152,17 +163,19 @@ def _make_own(segment: Segment | NoMemoryError) -> _Own | NoMemoryError:
 
 
 def _exchange(
-    store: Store, what: str, rank: int, size: int, value: dict[str, Any], init_timeout: InitTimeout, signer: Signer
+    store: Store, what: str, rank: int, size: int, value: dict[str, Any], wait: WaitUntilSet, signer: Signer
 ) -> list[dict[str, Any]]:
     text = json.dumps(value)
     keys = [f"{what}{group_rank}" for group_rank in range(size)]
     try:
         # In an elastic job each of them fails once one of the ranks is lost, the last one, too.
         store.set(keys[rank], signer.sign(what, rank, text).hex() + text)
-        store.wait(keys, init_timeout.left())
+        wait(store, keys)
         # Stores on files have no multi_get.
         is_extended: bool = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's stubs
         values = store.multi_get(keys) if is_extended else [store.get(key) for key in keys]
+    except CommunicationError as error:
+        raise type(error)(f"setting up shared memory failed on rank {rank} of {size}: {error}") from error
     except RuntimeError as error:
         raise CommunicationError(
             f"setting up shared memory failed on rank {rank} of {size}: {_words_of_absence(store, keys)}: look for "

@@ -118,7 +118,9 @@ class ShmEngineFactory:
             self._segment = _segment_or_error(self._kept)
         try:
             store, signer = PrefixStore(label, ranks.store), ranks.signer.derive(label)
-            context = exchange_control_blocks(store, ranks.rank, ranks.size, self._segment, ranks.init_timeout, signer)
+            context = exchange_control_blocks(
+                store, ranks.rank, ranks.size, self._segment, ranks.init_timeout, signer, ranks.wait_until_set
+            )
         except NoMemoryError as error:
             self._close_unused()
             self._warn(error)

@@ -391,6 +391,25 @@ def test_a_rank_that_ends_is_named_to_those_that_wait_for_it_and_to_those_that_c
     assert sorted(refusals(play.said())) == [0, 1]
 
 
+def test_a_later_end_is_told_to_ranks_that_connect_to_the_one_that_has_ended():
+    play = Play(4)
+    play.negotiation.end(0, ended_normally=True, now_s=0.0)
+    for rank in (1, 2):
+        play.ask(rank, None, "add_process_set", members=(1, 2, 3), set_id=1)
+    play.ask(3, None, "add_process_set", members=(1, 2, 3), set_id=1)
+    play.negotiation.outbox.clear()
+    play.negotiation.end(3, ended_normally=False, now_s=0.0)
+    assert play.negotiation.outbox == [(2, ["left", 3, False]), (1, ["left", 3, False])]
+
+
+def test_the_first_failure_in_an_operation_is_told_to_the_other_ranks():
+    play = Play()
+    play.negotiation.failed(1, "all", 2, "no memory")
+    play.negotiation.failed(2, "all", 2, "because of rank 1")
+    play.negotiation.failed(2, "all", 1, "of the operation before")
+    assert play.negotiation.outbox == [(rank, ["failed", 1, "all", 2, "no memory"]) for rank in (0, 2)]
+
+
 def test_the_end_of_rank_0_is_told_too():
     play = Play(2)
     play.call(1, "a")
