@@ -100,6 +100,11 @@ class ElasticHosts:
             self.lost(label)
 
     @property
+    def are_wanted(self) -> bool:
+        """Whether any hosts are listed, though perhaps none of them can be reached."""
+        return bool(self._wanted)
+
+    @property
     def are_known(self) -> bool:
         """Whether each host has answered, failed, or is not there yet while there are others that can be used."""
         return not self._late_at or (bool(self.usable()) and self._late_at.keys() <= self._not_there.keys())

@@ -352,7 +352,8 @@ class ElasticJob:
         # The first generation waits for all hosts, and does not begin with the one that answers first.
         self._has_hosts = self._has_hosts or self._hosts.are_known
         if self._has_hosts:
-            self._do(self._membership.hosts_found(self._hosts.usable(), now_s))
+            usable = self._hosts.usable()
+            self._do(self._membership.hosts_found(usable, now_s, are_wanted=self._hosts.are_wanted))
         self._hosts.let_go({self._roster[number].host for number in self._living})
 
     # ----------------------------------------------------------------- actions

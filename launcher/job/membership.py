@@ -152,13 +152,19 @@ class Membership:
         # Whether one that was not killed is among the causes: its program has failed.
         self._has_failed = False
         self._has_hosts = False
+        self._are_wanted = True
+        self._told_of_staying: list[int] = []  # the members that were told to stay, though their places are removed
         self._is_over = False
 
     # ------------------------------------------------------------ what happens
 
-    def hosts_found(self, hosts: Mapping[str, int], now_s: float) -> list[Action]:
-        """Sets the hosts and the number of slots of each. Hosts that were found first are filled first."""
+    def hosts_found(self, hosts: Mapping[str, int], now_s: float, *, are_wanted: bool = True) -> list[Action]:
+        """Sets the hosts and the number of slots of each. Hosts that were found first are filled first.
+
+        ``are_wanted``: whether any hosts are listed, though perhaps none can be reached yet.
+        """
         self._has_hosts = True
+        self._are_wanted = are_wanted
         self._slots.found(hosts)
         return self._go_on(now_s)
 
@@ -238,7 +244,7 @@ class Membership:
         if self._is_over or not self._has_hosts:
             return []
         self._slots.forget(now_s)
-        actions = [*self._dismissals(), *self._starts()]
+        actions = [*self._stay(), *self._dismissals(), *self._starts()]
         wait, self._wait = self._wait, None  # set again below if it goes on
         actions += self._next_generation(wait, now_s)
         return actions
@@ -264,10 +270,43 @@ class Membership:
                     self._workers[worker.number] = worker
                     yield StartWorker(worker.number, place)
 
+    def _stay(self) -> Iterator[Action]:
+        """Tells that ranks stay though their hosts were removed, since too few are left without them."""
+        staying = [] if self._may_remove() else [e for e in self._members() if not self._slots.is_there(e.place)]
+        numbers = [each.number for each in staying]
+        if staying and numbers != self._told_of_staying:
+            names = ", ".join(f"worker {each.number} on {each.place.host}" for each in staying)
+            yield Say(
+                f"the new list of hosts leaves fewer than {self._words_of_least().removeprefix('at least ')}: {names} "
+                f"{'stays' if len(staying) == 1 else 'stay'} until workers on other hosts have come"
+            )
+        self._told_of_staying = numbers
+
+    def _may_remove(self) -> bool:
+        """Whether ranks whose places were removed may leave: others have the state of the training, and are enough.
+
+        A list that one wrong name is in, or that lacks the hosts that are to come, must not end the training.
+        """
+        if self.current is None or not self._are_wanted:
+            return True
+        there = [each for each in self._members() if self._slots.is_there(each.place)]
+        return bool(there) and len(there) + len(self._joiners()) >= self._least()
+
+    def _hands_over(self) -> bool:
+        """Whether no rank's place is left, and enough new workers have come to take the training over.
+
+        They do so in a generation with one of the old ranks at least, for which --max-np 1 has no room.
+        """
+        members, joiners = self._members(), self._joiners()
+        is_gone = self._are_wanted and not any(self._slots.is_there(each.place) for each in members)
+        return is_gone and bool(members) and len(joiners) >= self._least()
+
     def _dismissals(self) -> Iterator[Action]:
         """Dismisses workers whose host or slot was removed, once they ask for the next generation."""
+        may_remove = self._may_remove()
         for each in list(self._workers.values()):
-            if each.asks_after is not None and (each.is_dismissed or not self._slots.is_there(each.place)):
+            is_removed = not self._slots.is_there(each.place) and (may_remove or not self._is_member(each))
+            if each.asks_after is not None and (each.is_dismissed or is_removed):
                 # A dismissed worker that asks again is dismissed again, even if its host has come back.
                 each.why_dismissed, each.asks_after = each.why_dismissed or self._slots.removal(each.place), None
                 yield Dismiss(each.number, each.why_dismissed)
@@ -305,7 +344,12 @@ class Membership:
         is_enough = len(leaving) >= self._least()
         if newcomers is Newcomers.NEVER or (newcomers is Newcomers.IF_NEEDED and is_enough):
             joiners = []
-        candidates = [*leaving, *joiners][: self._most()]
+        first = leaving
+        if len(leaving) > 1 and joiners and self._hands_over():
+            # One rank that has the state is enough, where there is not room for all.
+            room = max(1, self._most() - len(joiners))
+            first = leaving[:room]
+        candidates = [*first, *joiners][: self._most()]
         if len(candidates) < self._least():
             yield from self._wait_for_more(wait, now_s)
         else:
@@ -383,8 +427,8 @@ class Membership:
         yield JobDone()
 
     def _notify(self, members: Collection[_Worker], joiners: Collection[_Worker]) -> Iterator[Action]:
-        added = bool(joiners) and len(members) < self._most()
-        removed = any(not self._slots.is_there(each.place) for each in members)
+        added = bool(joiners) and (len(members) < self._most() or (len(members) > 1 and self._hands_over()))
+        removed = self._may_remove() and any(not self._slots.is_there(each.place) for each in members)
         notify = Notify(added, removed)
         if (added or removed) and notify != self._notified:
             self._notified = notify

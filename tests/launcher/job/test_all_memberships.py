@@ -23,7 +23,8 @@ from hvdlite_launcher.job.membership import (
 from hvdlite_launcher.plan.elastic_spec import OnFailure, Policy
 from long_run import IS_LONG
 
-HOSTS = ({"a": 2, "b": 2}, {"a": 2}, {"b": 2}, {"b": 2, "a": 1}, {})
+# Of the one with no slots only a wrong name is listed; of the last, nothing.
+HOSTS = ({"a": 2, "b": 2}, {"a": 2}, {"b": 2}, {"b": 2, "a": 1}, {"typo": 0}, {})
 STARTING, RUNNING, WAITING, DISMISSED, ENDING = "starting", "running", "waiting", "dismissed", "ending"
 
 
@@ -69,7 +70,7 @@ class World:
 
     def _found(self, hosts):
         self.hosts = hosts
-        return self.membership.hosts_found(hosts, self.now_s)
+        return self.membership.hosts_found(hosts, self.now_s, are_wanted=bool(hosts))
 
     def _time(self, _):
         deadline_s = self.membership.deadline_s()
@@ -178,11 +179,24 @@ class World:
             is_there = place.slot < self.hosts.get(place.host, 0)
             if is_whole and is_there and len(self.members) < (self.policy.max_np or 99):
                 assert self.notified[0], "a joiner waits, and nobody knows"
-        if is_whole and any(
-            self.workers[number].place.slot >= self.hosts.get(self.workers[number].place.host, 0)
-            for number in self.members
-        ):
+        if is_whole:
+            self._check_removals(waiting)
+
+    def _check_removals(self, waiting):
+        there = {number for number, worker in self.workers.items() if self.is_there(worker.place)}
+        stay, joiners = there.intersection(self.members), there.intersection(waiting)
+        if len(stay) == len(self.members):
+            return
+        most = self.policy.max_np or 99
+        if not self.hosts or (stay and len(stay) + len(joiners) >= self.policy.min_np):
             assert self.notified[1], "a host was removed, and nobody knows"
+        elif not stay and len(joiners) >= self.policy.min_np and most > 1:
+            assert self.notified[0], "others could take the training over, and nobody knows"
+        elif len(joiners) == 0:
+            assert not self.notified[1], "too few would be left"
+
+    def is_there(self, place):
+        return place.slot < self.hosts.get(place.host, 0)
 
     # ---------------------------------------------------------- equal to others
 

@@ -304,6 +304,22 @@ def test_hosts_that_come_are_connected_to_and_hosts_that_go_are_left_when_their_
     assert played.said[-1] == f"generation 3: 1 rank; {left}"
 
 
+def test_a_wrong_name_in_the_list_of_hosts_does_not_end_the_ranks_that_there_are():
+    unknown = NotThereYet("typo", "its name is not known", "ssh: Could not resolve hostname typo")
+    given_up = [TIME_PASSES, lambda job: None]
+    played = Played(*begins(a=2), found(typo=2), unknown, *given_up, *asks(0, 1, after=1), min_np=1)
+    assert played.ending.outcome is None
+    assert played.left == ["typo"]
+    assert played.news(1) is None  # no rank is told to leave
+    assert any(said.startswith("typo: ") for said in played.said)
+    assert played.seat(0, 1)["size"] == 2
+
+
+def test_a_list_of_hosts_that_is_empty_ends_the_job():
+    played = Played(*begins(a=1), found(), *asks(0, after=1), Exited(0, 0))
+    assert played.outcome.message == "all hosts have been removed"
+
+
 def test_a_host_that_comes_back_is_connected_anew():
     played = Played(*begins(a=1), found(a=1, b=1), answers("b"), found(a=1), Exited(1, 0), found(a=1, b=1))
     assert played.connected == ["a", "b", "b"]

@@ -387,8 +387,48 @@ def test_after_a_rank_is_done_nobody_is_started_any_more():
 
 
 def test_all_hosts_removed_is_the_end_once_their_workers_have_left():
-    job = running({"a": 1}).found({})
+    job = running({"a": 1})
+    job._note(job.membership.hosts_found({}, job.now_s, are_wanted=False))
     assert "all hosts have been removed" in job.ask(0).over.why
+
+
+def test_ranks_whose_hosts_are_removed_stay_until_enough_others_have_come():
+    job = running({"a": 2}, min_np=2).found({})  # what is listed cannot be reached, such as a wrong name
+    assert job.last == [
+        Say(
+            "the new list of hosts leaves fewer than 2 workers (--min-np): worker 0 on a, worker 1 on a stay until "
+            "workers on other hosts have come"
+        )
+    ]
+    assert not job.found({}).last  # told once
+    job.kill(1).ask(0)  # a rank that is lost meanwhile has no place for another
+    assert job.over is None
+    assert list(job.living) == [0]
+
+
+@pytest.mark.parametrize("max_np", [2, 3, 4, None])
+def test_all_hosts_can_be_exchanged_by_others_that_take_the_training_over(max_np):
+    job = running({"a": 2}, min_np=2, max_np=max_np).found({}).found({"b": 2}).ask(2, 3)
+    for _ in range(4):
+        if job.membership._notified is not None:  # rank 0 is told, and all ranks leave at their next commit
+            before = job.generations[-1]
+            for worker in before:
+                if worker in job.living:
+                    job.ask(worker)
+            for action in job.actions:
+                if isinstance(action, Dismiss) and action.worker in job.living:
+                    job.kill(action.worker, None)
+    assert job.over is None
+    assert sorted(job.living) == job.generations[-1] == [2, 3]
+    for before, after in zip(job.generations, job.generations[1:], strict=False):
+        assert after[0] in before  # rank 0 has the state of the training
+
+
+def test_a_host_that_loses_slots_keeps_the_ranks_that_min_np_needs():
+    job = running({"a": 2}, min_np=2).found({"a": 1})
+    assert job.ask(0, 1).generations[-1] == [0, 1]
+    job = running({"a": 2}, min_np=1).found({"a": 1})
+    assert Dismiss(1, "slot 1 of a has been removed from the job") in job.ask(0, 1).actions
 
 
 EVENTS = st.lists(
