@@ -110,10 +110,8 @@ def test_importing_hvdlite_sets_up_nothing():
         "before = sys.excepthook; import hvdlite, hvdlite.torch; "
         "assert sys.excepthook is before and not dist.is_initialized() and not logging.root.handlers; "
         "launchers = lambda names: {name for name in names if name.startswith('hvdlite_launcher')}; "
-        # Torch imports what writes stacks on a signal, with the packages that it is in.
-        "assert launchers(by_torch) == {'hvdlite_launcher', 'hvdlite_launcher.errors', 'hvdlite_launcher.host', "
-        "'hvdlite_launcher.host.stacks_on_signal'}; "
-        "assert launchers(sys.modules) == launchers(by_torch) and 'cloudpickle' not in sys.modules"
+        # Torch imports nothing of hvdlite's where no hvdlite-run has started the process.
+        "assert not launchers(by_torch) and not launchers(sys.modules) and 'cloudpickle' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
 

@@ -1,12 +1,12 @@
 """`register`: has a worker's Python stacks written on a signal, for reports on programs that do not call hvd.init().
 
-    import torch ── entry point ──► register ── faulthandler
-                                        └─ training_notes.note_at_exit
+    import torch ── path/sitecustomize ──► register ── faulthandler
+                                               └─ training_notes.note_at_exit
     hvdlite-run ── collect ── the signal ──► <job's directory>/r<pid>.stacks
 
-`import torch` calls it in each process where hvdlite is installed, as it calls all entry points "torch.backends". Where
-no hvdlite-run has started the process it does nothing. From hvd.init() on, `hvdlite.runtime.hang_report` answers in its
-place, and registers a file of its own.
+`import torch` calls it in workers and in Python programs that they start, by the `sitecustomize` in the directory
+``path``, which hvdlite-run puts in front of their PYTHONPATH. In other processes it does nothing. From hvd.init() on,
+`hvdlite.runtime.hang_report` answers in its place, and registers a file of its own.
 """
 
 from __future__ import annotations

@@ -22,6 +22,9 @@ from ..system import process_tree
 from ..system.machine import usable_cores
 from ..wire.messages import Refused, StartJob, Stream
 
+# What is in it is imported when a Python interpreter starts: see its `sitecustomize`.
+_DIRECTORY_OF_HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "path")
+
 
 @dataclass
 class ForkedProcess:
@@ -64,9 +67,9 @@ def common_environment(job: StartJob, job_dir: str, interface: str | None) -> di
     """
     inherited = {**os.environ, **job.environment} if job.inherits else job.environment
     given = {name: value for name, value in inherited.items() if name not in OWN_VARIABLES}
-    if job.as_horovod:
-        path = filter(None, [_directory_of_horovod(), given.get("PYTHONPATH")])
-        given = {**given, "PYTHONPATH": os.pathsep.join(path)}
+    of_horovod = _directory_of_horovod() if job.as_horovod else None
+    path = filter(None, [_DIRECTORY_OF_HOOK, of_horovod, given.get("PYTHONPATH")])
+    given = {**given, "PYTHONPATH": os.pathsep.join(path)}
     if not _is_same_directory(given.get("PWD", job.cwd), job.cwd):
         given = {**given, "PWD": job.cwd}  # over ssh it is the directory of the login
     host = HostEnvironment(job_dir, usable_cores(), interface, job.slots, is_alone=not job.peers)

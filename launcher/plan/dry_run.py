@@ -120,9 +120,9 @@ def _facts_here(job: JobSpec, host: Host, slots: int) -> HostEnvironment:
 
 def _set_by_flags(job: JobSpec, by_flags: Mapping[str, str]) -> dict[str, str]:
     variables = dict(by_flags)
-    if job.as_horovod:
-        variables["PYTHONPATH"] = "<the directory of hvdlite's horovod on that host>, then its other value"
-    return variables
+    directories = ["hvdlite-run's sitecustomize", *(["hvdlite's horovod"] if job.as_horovod else [])]
+    shown = ", ".join(f"<the directory of {each} on that host>" for each in directories)
+    return {**variables, "PYTHONPATH": f"{shown}, then its other value"}
 
 
 def _runs(job: JobSpec) -> str:

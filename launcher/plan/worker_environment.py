@@ -25,8 +25,9 @@ one has met others.
 
 A program that only knows torch.distributed finds the variables of torchrun; MASTER_PORT is kept free on rank 0's host
 until rank 0 listens. One written for Horovod finds the variables of horovodrun. The table below has them all, and
-tests/e2e/test_contract.py compares it with the library's. With --horovod, PYTHONPATH begins with the directory of
-`horovod` in that host's hvdlite. `horovodrun_flags` has the variables that flags set for all workers.
+tests/e2e/test_contract.py compares it with the library's. PYTHONPATH begins with the directory of a
+`sitecustomize`, by which reports have the stacks of any program that imports torch; with --horovod, the directory of
+`horovod` in that host's hvdlite follows. `horovodrun_flags` has the variables that flags set for all workers.
 
 Some variables are set only if the user has not set them: OMP_NUM_THREADS (the host's cores divided by its workers),
 PYTHONUNBUFFERED=1, GLOO_ENABLE_STORE_V2_API=1 (gloo then sends fewer requests to the store) and GLOO_SOCKET_IFNAME. The

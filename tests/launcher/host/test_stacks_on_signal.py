@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 
-from hvdlite_launcher.host.stacks_on_signal import STACKS_SIGNAL, register
+import hvdlite_launcher.host
+import pytest
+from hvdlite_launcher.host.stacks_on_signal import STACKS_SIGNAL
 
+HOOK = str(Path(hvdlite_launcher.host.__file__).parent / "path")
 REGISTERS = "from hvdlite_launcher.host.stacks_on_signal import register; register(); "
 
 
@@ -21,9 +24,67 @@ def files_after(directory: Path, program: str, **env: str) -> list[str]:
     return sorted(each.name for each in directory.iterdir())
 
 
-def test_torch_calls_it_as_a_backend():
-    (found,) = [each for each in entry_points(group="torch.backends") if each.name == "hvdlite"]
-    assert found.load() is register
+def test_torch_can_be_imported_once_the_sources_of_an_installed_hvdlite_are_gone(tmp_path):
+    # What an editable install leaves then: the metadata, and none of the modules.
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    info = tmp_path / "hvdlite-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hvdlite\nVersion: 0\n")
+    points = re.findall(r'^\[project\.entry-points\."?(.+?)"?\]\n((?:.+\n)*)', project, re.MULTILINE)
+    (info / "entry_points.txt").write_text("\n".join(f"[{group}]\n{lines}" for group, lines in points).replace('"', ""))
+    # The finder of an editable install of this environment would find them.
+    program = "import sys; sys.modules.update(hvdlite=None, hvdlite_launcher=None); import torch; torch.ones(1)"
+    files_after(tmp_path, program, PYTHONPATH=str(tmp_path))
+
+
+def stacks_after(directory: Path, *words: str, **env: str) -> tuple[int, str]:
+    """Returns how many files for stacks a worker's Python with these arguments leaves, and its output."""
+    job_dir = directory / "job"
+    job_dir.mkdir(exist_ok=True)
+    own = {key: value for key, value in os.environ.items() if not key.startswith("HVDLITE_")}
+    own |= {"HVDLITE_JOB_DIR": str(job_dir), "HVDLITE_WORKER": "0", "PYTHONPATH": HOOK, **env}
+    done = subprocess.run([sys.executable, *words], env=own, check=True, cwd=directory, capture_output=True, text=True)
+    assert not done.stderr
+    return len(list(job_dir.glob("*.stacks"))), done.stdout
+
+
+# In place of torch, whose import takes seconds.
+TORCH = "import sys; print('torch', [each for each in sys.path if each.endswith('host/path')])"
+
+
+def test_import_torch_registers_in_a_worker_and_the_program_finds_nothing_on_its_path(tmp_path):
+    (tmp_path / "torch.py").write_text(TORCH)
+    looks = "import importlib.util; importlib.util.find_spec('torch'); import torch; import torch"
+    assert stacks_after(tmp_path, "-c", looks) == (1, "torch []\n")
+
+
+@pytest.mark.parametrize(
+    "program", ["print('torch')", "import importlib.util; print(importlib.util.find_spec('torch'))"]
+)
+def test_a_program_that_does_not_import_torch_registers_nothing(tmp_path, program):
+    assert stacks_after(tmp_path, "-c", program)[0] == 0
+
+
+@pytest.mark.parametrize("option", ["-I", "-E", "-S"])
+def test_a_program_that_wants_no_such_module_runs_without_it(tmp_path, option):
+    assert stacks_after(tmp_path, option, "-c", "print('runs')") == (0, "runs\n")
+
+
+def test_the_users_own_sitecustomize_runs_too(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("print('own', __name__, __file__)")
+    (tmp_path / "torch.py").write_text(TORCH)
+    paths = os.pathsep.join([HOOK, str(tmp_path / "own")])
+    said = f"own sitecustomize {tmp_path}/own/sitecustomize.py\n"
+    program = "import sitecustomize, torch; print(sitecustomize.__file__)"
+    found, out = stacks_after(tmp_path, "-c", program, PYTHONPATH=paths)
+    assert (found, out) == (1, f"{said}torch []\n{tmp_path}/own/sitecustomize.py\n")
+
+
+def test_torch_is_imported_where_hvdlite_is_not_installed(tmp_path):
+    (tmp_path / "torch.py").write_text(TORCH)
+    program = "import sys; sys.modules.update(hvdlite_launcher=None); import torch"
+    assert stacks_after(tmp_path, "-c", program) == (0, "torch []\n")
 
 
 def test_a_process_that_no_hvdlite_run_has_started_registers_and_imports_nothing(tmp_path):
