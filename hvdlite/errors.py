@@ -99,13 +99,20 @@ _PEER_LOSS_WORDS = (
 )
 
 
+def _words_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  # the program's own class has a faulty __str__, which must not hide its error
+        return ""
+
+
 def says_peer_lost(error: BaseException) -> bool:
     """Whether this error, or one in its chain of causes, means that another rank has ended."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))
-        text = str(current).lower()
+        text = _words_of(current).lower()
         if isinstance(current, PeerLostError) or any(words in text for words in _PEER_LOSS_WORDS):
             return True
         current = current.__cause__ or current.__context__

@@ -21,6 +21,7 @@ _said = _thread.allocate_lock()
 def main() -> int:
     """Runs hvdlite-run and returns its exit code."""
     try:
+        _open_standard_streams()  # before anything else opens a file
         _take_signals()
         from .cli.hvdlite_run import main as run  # noqa: PLC0415  # see above
 
@@ -31,6 +32,19 @@ def main() -> int:
         os.write(2, f"hvdlite-run: {why}\n".encode(errors="backslashreplace"))
         # Ends at once: where no file can be opened, the regular end of threads aborts the process.
         os._exit(1)
+
+
+def _open_standard_streams() -> None:
+    """Opens /dev/null for each standard stream that the caller closed (``2>&-``), so that no pipe gets its number.
+
+    Programs that this process starts have them, too, and so do what Python knows of these streams.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def _take_signals() -> None:

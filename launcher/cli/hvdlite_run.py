@@ -44,7 +44,6 @@ _EXIT_CODES = {"goes on": 0, "stands still": 3, "not known": 4}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs hvdlite-run with these arguments and returns its exit code."""
-    _open_standard_streams()
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except BrokenPipeError:  # the reader of stdout has closed it
@@ -316,10 +315,3 @@ def _working_directory() -> str:
         return os.getcwd()
     except FileNotFoundError:
         raise UsageError("the working directory no longer exists: change to another one") from None
-
-
-def _open_standard_streams() -> None:
-    """Opens /dev/null for each standard stream that the caller closed (``>&-``), so that no pipe gets its number."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(fd)

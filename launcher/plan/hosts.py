@@ -201,8 +201,16 @@ def each_machine_once(hosts: Iterable[Host], machine_of: Callable[[Host], str | 
     return tuple(found.values())
 
 
+def _own_name() -> str | None:
+    """Returns the name of the user; None if the system has none, as in containers that run under any uid."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return None
+
+
 def _is_this_machine(host: Host) -> bool:
-    if host.user is not None and host.user != getpass.getuser():
+    if host.user is not None and host.user != _own_name():
         return False
     name = host.name.lower()
     own = socket.gethostname().lower()

@@ -13,9 +13,47 @@ _NVIDIA_SMI_S = 30.0  # the command first wakes sleeping GPUs
 
 
 def usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Returns the cores that this process may run on, no more than its cgroup's quota of processor time allows."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def cpu_quota(groups: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup") -> float | None:
+    """Returns how many cores' time the cgroups of this process may use, by version 1 or 2; None without a limit."""
+    quotas = []
+    for line in _read(groups).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            mounts = [mount, f"{mount}/unified"]
+        elif "cpu" in controllers.split(","):
+            mounts = [f"{mount}/{controllers}", f"{mount}/cpu"]
+        else:
+            continue
+        parts = [part for part in path.split("/") if part]
+        # A group's parents limit it, too. In a container, only what lies below the mount's own root may be there.
+        for top in mounts:
+            for length in range(len(parts) + 1):
+                quotas.append(_quota_of("/".join([top, *parts[:length]])))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_of(group: str) -> float | None:
+    words = _read(f"{group}/cpu.max").split() or [
+        *_read(f"{group}/cpu.cfs_quota_us").split(),
+        *_read(f"{group}/cpu.cfs_period_us").split(),
+    ]
+    if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0:  # "max", or -1
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except (OSError, ValueError):
+        return ""
 
 
 def slots_by_hardware(environ: Mapping[str, str] = os.environ, nvidia_gpus: str = _NVIDIA_GPUS) -> int:

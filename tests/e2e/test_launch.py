@@ -241,11 +241,14 @@ def test_a_reader_that_goes_away_ends_the_job_without_a_word(launch):
     job.assert_gone()
 
 
-def test_a_closed_stdout_harms_nobody(launch):
-    command = shlex.join([sys.executable, "-m", "hvdlite_launcher", "-np", "2", "sh", "-c", "echo lost; exit 4"])
-    run = subprocess.run(["sh", "-c", f"{command} >&-"], stderr=subprocess.PIPE, check=False)
+@pytest.mark.parametrize("closed", ["0", "1", "2", "1 2"])
+def test_closed_standard_streams_harm_nobody(launch, closed):
+    command = shlex.join([sys.executable, "-m", "hvdlite_launcher", "-np", "2", "sh", "-c", "echo shown; exit 4"])
+    script = " ".join([command, *(f"{number}>&-" for number in closed.split())])
+    run = subprocess.run(["sh", "-c", script], capture_output=True, stdin=subprocess.DEVNULL, check=False)
     assert run.returncode == 4
-    assert b"failed first, with exit code 4" in run.stderr
+    assert (b"<stdout>:shown" in run.stdout) == ("1" not in closed)
+    assert (b"failed first, with exit code 4" in run.stderr) == ("2" not in closed)
 
 
 @pytest.mark.night

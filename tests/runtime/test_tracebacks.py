@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import hvdlite as hvd
 from hvdlite.control.handle import Handle
-from hvdlite.errors import CommunicationError, MismatchError, PeerLostError, list_names
+from hvdlite.errors import CommunicationError, MismatchError, PeerLostError, list_names, says_peer_lost
 from hvdlite.runtime.tracebacks import remove_hooks, shorten_tracebacks
 
 GONE = PeerLostError("allreduce of 'loss' failed\nbecause rank 0 (node1) has crashed")
@@ -242,3 +242,14 @@ def chain_of(hook):
     behind = inspect.getclosurevars(hook).nonlocals
     following = behind.get("previous") or behind.get("old_hook")
     return [hook.__module__, *(chain_of(following) if following else [])]
+
+
+def test_an_error_whose_str_raises_is_looked_at_like_any_other():
+    class FaultyError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    error = FaultyError()
+    assert not says_peer_lost(error)
+    error.__cause__ = PeerLostError("rank 1 is gone")
+    assert says_peer_lost(error)

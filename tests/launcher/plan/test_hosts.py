@@ -10,6 +10,7 @@ from hvdlite_launcher.plan.hosts import (
     count_auto_slots,
     each_machine_once,
     find_this_machine,
+    parse_host,
     parse_hosts,
     read_hostfile,
 )
@@ -137,3 +138,13 @@ def test_all_slots_of_a_machine_are_counted_once():
 @pytest.mark.parametrize("name", ["a..b", "x" * 70, "."])
 def test_what_can_be_no_name_in_dns_is_another_machine(name):
     assert find_this_machine((Host(name),)) == (Host(name),)
+
+
+@pytest.mark.parametrize("error", [KeyError("uid not found: 4711"), OSError("No username set in the environment")])
+def test_a_host_with_a_user_is_another_host_where_the_own_uid_has_no_name(monkeypatch, error):
+    def fails():
+        raise error
+
+    monkeypatch.setattr("getpass.getuser", fails)
+    (host,) = find_this_machine([parse_host("somebody@localhost:2")])
+    assert not host.is_here
