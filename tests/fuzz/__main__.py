@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import mmap
+import os
+import struct
 import sys
+import time
 import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "helpers"))
 
 from .campaign import run, smallest
+from .drawing import draw_program
 from .judge import Finding
-from .pool import LEGS
+from .pool import LEGS, Leg
 from .program import Program
 from .source import runnable
 
@@ -30,30 +35,53 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=20.0, help="seconds that a program may take")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to make a failing program smaller")
     arguments = parser.parse_args()
-    legs = [LEGS[name] for name in arguments.legs.split(",")]
     # Programs use what hvdlite and torch warn of.
     warnings.simplefilter("ignore")
-    found = 0
-    for leg in legs:
+    legs = [LEGS[name] for name in arguments.legs.split(",")]
+    seeds = range(arguments.start, arguments.start + arguments.seeds)
+    found = [_run_all(leg, seeds, 60 * arguments.minutes / len(legs), arguments) for leg in legs]
+    return 1 if any(found) else 0
 
-        def tell(program: Program, finding: Finding) -> None:
-            print(f"\n=== {leg.name}, seed {program.seed}: {finding.kind}\n{finding.words}", flush=True)  # noqa: B023
 
-        faulthandler.dump_traceback_later(60 * arguments.minutes + 600, exit=True)
-        seeds = range(arguments.start, arguments.start + arguments.seeds)
-        result = run(leg, seeds, 60 * arguments.minutes / len(legs), tell, arguments.deadline)
-        for program, finding in result.findings.values():
-            small, again = smallest(program, finding, leg, arguments.shrink)
-            print(f"\n=== {leg.name}, seed {program.seed}, made small: {again.words}\n\n{runnable(small)}", flush=True)
-        rate = result.programs / max(result.seconds, 1e-9)
-        found += result.counts.total()
-        print(
-            f"{leg.name}: {result.programs} programs in {result.seconds:.0f} s ({rate:.1f} per second), of them "
-            f"{result.refused} refused and {result.unsettled} not judged to the end; {result.counts.total()} findings "
-            f"{dict(result.counts) or ''}",
-            flush=True,
-        )
-    return 1 if found else 0
+def _run_all(leg: Leg, seeds: range, limit_s: float, arguments: argparse.Namespace) -> bool:
+    """Runs a leg in a process of its own, and after a crash the rest in another; returns whether it found anything."""
+    ends_at, found, under_way = time.monotonic() + limit_s, False, mmap.mmap(-1, 8)
+    while seeds and time.monotonic() < ends_at:
+        under_way[:] = struct.pack("q", seeds.start)
+        # Nothing has started a thread here yet.
+        child = os.fork()
+        if child == 0:
+            os._exit(_run(leg, seeds, ends_at - time.monotonic(), arguments, under_way))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        found |= code != 0
+        if code >= 0:
+            break
+        (seed,) = struct.unpack("q", under_way[:])
+        print(f"\n=== {leg.name}, seed {seed}: signal {-code} ended the process\n", flush=True)
+        print(runnable(draw_program(seed, leg.size)), flush=True)
+        seeds = range(seed + 1, seeds.stop)
+    return found
+
+
+def _run(leg: Leg, seeds: range, limit_s: float, arguments: argparse.Namespace, under_way: mmap.mmap) -> int:
+    def tell(program: Program, finding: Finding) -> None:
+        print(f"\n=== {leg.name}, seed {program.seed}: {finding.kind}\n{finding.words}", flush=True)
+
+    def begins(seed: int) -> None:
+        under_way[:] = struct.pack("q", seed)
+
+    faulthandler.dump_traceback_later(limit_s + 600, exit=True)
+    result = run(leg, seeds, limit_s, tell, arguments.deadline, begins=begins)
+    for program, finding in result.findings.values():
+        small, again = smallest(program, finding, leg, arguments.shrink)
+        print(f"\n=== {leg.name}, seed {program.seed}, made small: {again.words}\n\n{runnable(small)}", flush=True)
+    print(
+        f"{leg.name}: {result.programs} programs in {result.seconds:.0f} s "
+        f"({result.programs / max(result.seconds, 1e-9):.1f} per second), of them {result.refused} refused and "
+        f"{result.unsettled} not judged to the end; {result.counts.total()} findings {dict(result.counts) or ''}",
+        flush=True,
+    )
+    return 1 if result.counts else 0
 
 
 if __name__ == "__main__":

@@ -34,16 +34,19 @@ def run(
     tell: Callable[[Program, Finding], None] = lambda program, finding: None,
     deadline_s: float = 20.0,
     stop_at: int | None = None,
+    begins: Callable[[int], None] = lambda seed: None,
 ) -> Result:
     """Runs the programs of these seeds; ``tell`` is called with the first of each kind of finding.
 
-    It ends after ``until_s``, or with ``stop_at`` kinds of findings.
+    ``begins`` is called with each seed before its program runs. It ends after ``until_s``, or with ``stop_at`` kinds
+    of findings.
     """
     result, begun = Result(), time.monotonic()
     with Pool(leg, deadline_s) as pool:
         for seed in seeds:
             if time.monotonic() > begun + until_s or len(result.findings) == stop_at:
                 break
+            begins(seed)
             program = draw_program(seed, leg.size)
             verdict = examine(program, leg, pool)
             finding = verdict.finding

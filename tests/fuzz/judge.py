@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvdlite.errors import CommunicationError, HvdliteError
 
@@ -49,22 +49,47 @@ class Verdict:
 
 
 def examine(program: Program, leg: Leg, pool: Pool) -> Verdict:
-    """Runs a program on ranks and in one process."""
-    outcomes = pool.run(Source(program))
-    try:
-        finding = judge(program, leg, outcomes)
-    except Unsettled:
-        return Verdict(is_unsettled=True)
-    return Verdict(finding, is_refused=any(outcome.error is not None for outcome in outcomes))
+    """Runs a program on ranks and in one process, up to what is not judged."""
+    settled = _settled_part(program)
+    outcomes = pool.run(Source(settled))
+    finding = judge(settled, leg, outcomes)
+    is_refused = any(outcome.error is not None for outcome in outcomes)
+    return Verdict(finding, is_refused, is_unsettled=settled != program)
+
+
+def _settled_part(program: Program) -> Program:
+    """Leaves away the first action that is `Unsettled`, and all behind it: it may hang or end the process."""
+    rules = _rules_of(program)
+    end = len(program.actions)
+    for ranks in _apart(program):
+        truth = Truth(program, ranks, rules, 1, lambda said: None)
+        for at, action in enumerate(program.actions[:end]):
+            try:
+                truth.do(at, action, None)
+            except Unsettled:
+                end = at
+                break
+            except Exception:  # noqa: BLE001 - `judge` sees it again
+                break
+    return replace(program, actions=program.actions[:end])
+
+
+def _rules_of(program: Program) -> Rules:
+    return Rules([wrapped.option("backward_passes_per_step", 1) for wrapped in program.optimizers], program.size)
+
+
+def _apart(program: Program) -> list[tuple[int, ...]]:
+    """Returns the ranks that average with each other: the members of the process set, and each other rank alone."""
+    members = tuple(range(program.size)) if program.members is None else program.members
+    return [members, *((rank,) for rank in range(program.size) if rank not in members)]
 
 
 def judge(program: Program, leg: Leg, outcomes: Sequence[Outcome]) -> Finding | None:
-    """Returns what is wrong with these outcomes; None if nothing is. Raises `Unsettled` where that is unknown."""
-    members = tuple(range(program.size)) if program.members is None else program.members
-    apart = [members, *((rank,) for rank in range(program.size) if rank not in members)]
-    rules = Rules([wrapped.option("backward_passes_per_step", 1) for wrapped in program.optimizers], program.size)
+    """Returns what is wrong with these outcomes; None if nothing is."""
+    apart = _apart(program)
+    rules = _rules_of(program)
     said: list[str] = []
-    hosts = len({leg.hosts[rank] for rank in members})
+    hosts = len({leg.hosts[rank] for rank in apart[0]})
     raised: BaseException | None = None
     raised_at = len(program.actions)
     for ranks in apart:
@@ -79,8 +104,6 @@ def judge(program: Program, leg: Leg, outcomes: Sequence[Outcome]) -> Finding | 
                 break
             try:
                 truth.do(at, action, recorded[at] if is_compared else None)
-            except Unsettled:
-                raise
             except Exception as error:  # noqa: BLE001 - torch refuses the program
                 raised, raised_at = error, at
                 break

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 KNOWN: dict[str, str] = {
-    "a scaler in a step that is not complete": "GradScaler unscales before the average, on some ranks",
-    "surplus gradients": "another optimizer's gradients are added to, depending on time",
-    "param_groups changed behind the wrapper": "parameters that it does not know are not averaged",
-    "reading on one rank": "param_groups waits for the other ranks",
+    "surplus gradients of some ranks": "ranks that have them finish a round of buckets that others do not begin",
+    "surplus gradients of a pass for Adasum": "zero_grad() takes them to be still needed",
+    "surplus gradients of some parameters, set to None": "the next backward pass is one too many",
+    "param_groups changed, and a rank without a backward pass": "ranks compare models at different times",
     "weights in some steps, with a codec": "what was kept in a step without weights is not scaled",
     "changes of sparse gradients on their way": "with sparse_as_dense they are lost without a word",
-    "Adasum with a closure": "the closure's passes are counted in the next step",
 }
 
 
@@ -31,6 +30,10 @@ def leave_if_known(feature: str) -> None:
 
 # What can be left out.
 FEATURES = (
+    "surplus gradients of some ranks",
+    "surplus gradients of some parameters, set to None",
+    "surplus gradients of a pass for Adasum",
+    "param_groups changed, and a rank without a backward pass",
     "unfreezing within a step",
     "gradients by hand",
     "a scaler in a step that is not complete",

@@ -138,22 +138,31 @@ class _Threads:
         return outcomes
 
     def _wait(self, outcomes: Sequence[Outcome], deadline_s: float) -> None:
-        ends_at, is_revoked = time.monotonic() + deadline_s, False
+        """Waits for all ranks; ends their world if one fails, or has not ended by the deadline."""
+        ends_at, revoked_at = time.monotonic() + deadline_s, None
         while not all(outcome.has_ended for outcome in outcomes):
             try:
                 rank = self._ended.get(timeout=max(0.0, ends_at - time.monotonic()))
             except queue.Empty:
-                is_hanging = is_revoked or not any(outcome.error is not None for outcome in outcomes)
-                for rank, outcome in enumerate(outcomes):
-                    if is_hanging and outcome.stack is None and not outcome.has_ended:
-                        outcome.stack = self._stack_of(rank)
-                if is_revoked:
+                now = time.monotonic()
+                if revoked_at is None:
+                    revoked_at = now
+                    if not any(outcome.error is not None for outcome in outcomes):
+                        self._note_stacks(outcomes)
+                if now > revoked_at + _ENDING_S:
+                    self._note_stacks(outcomes)
                     return
+                # Again and again, since a rank may just be opening a group.
                 self._revoke()
-                is_revoked, ends_at = True, time.monotonic() + _ENDING_S
+                ends_at = now + 0.2
             else:
-                if outcomes[rank].error is not None and not is_revoked:
+                if outcomes[rank].error is not None and revoked_at is None:
                     ends_at = min(ends_at, time.monotonic() + _GRACE_S)
+
+    def _note_stacks(self, outcomes: Sequence[Outcome]) -> None:
+        for rank, outcome in enumerate(outcomes):
+            if outcome.stack is None and not outcome.has_ended:
+                outcome.stack = self._stack_of(rank)
 
     def _stack_of(self, rank: int) -> str:
         frame = sys._current_frames().get(self._threads[rank].ident or 0)

@@ -46,12 +46,11 @@ def look(table: Tensor, batch: int, rank: int, times: int = 1) -> Tensor:
 
 
 def backward(losses: Sequence[Tensor], change: Callable[[Tensor], Tensor] = lambda loss: loss) -> None:
-    """Computes gradients of the sum of some losses, changed as by a GradScaler, if there are any."""
-    if losses:
-        loss = sum(losses[1:], losses[0])
-        changed = change(loss)
-        if loss.requires_grad:
-            changed.backward()
+    """Computes gradients of the sum of some losses, changed as by a GradScaler. Without losses there is no pass."""
+    loss = sum(losses, torch.zeros((), dtype=torch.float64))
+    changed = change(loss)
+    if loss.requires_grad:
+        changed.backward()
 
 
 class Mean(hvd.Exchange):

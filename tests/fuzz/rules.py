@@ -41,6 +41,7 @@ class Rules:
         self._seen = [[_Optimizer(passes) for passes in passes_per_step] for _ in range(size)]
         # By rank: backward passes that an optimizer has stepped with.
         self._stepped: list[set[int]] = [set() for _ in range(size)]
+        self._stepped_by_adasum: list[set[int]] = [set() for _ in range(size)]
 
     def backward(
         self, rank: int, of: int, reached: Collection[str], number: int, *, counts: bool, had: Gradients
@@ -54,6 +55,8 @@ class Rules:
             elif any(had[name] is not None for name in seen.complete):
                 leave_if_known("surplus gradients")
                 self._refuse("a backward pass for another optimizer has left gradients, and zero_grad() was not called")
+            elif set(again) != set(reached):
+                leave_if_known("surplus gradients of some parameters, set to None")
             seen.forget()
         if reached:
             seen.backwards.add(number)
@@ -93,10 +96,17 @@ class Rules:
             self._refuse("gradients were set to None after the last backward pass, and before step()")
         seen.passes.clear()
 
-    def step(self, rank: int, of: int) -> None:
+    def step(self, rank: int, of: int, *, is_adasum: bool = False) -> None:
         seen = self._seen[rank][of]
         self._stepped[rank] |= seen.backwards
+        if is_adasum:
+            self._stepped_by_adasum[rank] |= seen.backwards
         seen.forget()
+
+    def require_alike(self, ranks: Collection[int], of: int) -> None:
+        """Notes that ranks are about to drop gradients, which must be complete on all of them or on none."""
+        if len({bool(self._seen[rank][of].complete) for rank in ranks}) > 1:
+            leave_if_known("surplus gradients of some ranks")
 
     def has_begun(self, rank: int, of: int) -> bool:
         """Whether the optimizer has had a backward pass since its last step."""
@@ -112,7 +122,10 @@ class Rules:
 
     def _is_surplus(self, rank: int, of: int) -> bool:
         backwards = self._seen[rank][of].backwards
-        return bool(backwards) and backwards <= self._stepped[rank]
+        is_surplus = bool(backwards) and backwards <= self._stepped[rank]
+        if is_surplus and backwards & self._stepped_by_adasum[rank]:
+            leave_if_known("surplus gradients of a pass for Adasum")
+        return is_surplus
 
     def _refuse(self, why: str) -> None:
         if self.excuse is None:

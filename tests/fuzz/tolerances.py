@@ -31,6 +31,8 @@ class Tolerance:
         compression = str(wrapped.option("compression", ""))
         self._wire = max((of for word, of in _OF_CAST.items() if word in compression), default=0.0)
         self._codec = max((of for word, of in _OF_CODEC.items() if word in compression and hosts > 1), default=0.0)
+        # The step of float16's smallest numbers, which two casts may each miss by a half.
+        self._least = 1.2e-7 if "fp16" in compression else 1e-300
         self._frees = bool(wrapped.option("step_on_arrival"))
         self._dtypes: set[torch.dtype] = set()
         self._largest: dict[str, float] = {}
@@ -54,14 +56,18 @@ class Tolerance:
         rel = max([self._wire, _OF_DTYPE[param.dtype], *(_OF_DTYPE[each.dtype] for each in clipped)])
         largest = self._largest.get(name, 0.0)
         lossy = self._codec * self._largest_of_all if self._codec else 0.0
-        return rel * largest + lossy + 1e-300
+        return rel * largest + lossy + self._least
 
     def of_param(self, param: Tensor, rate: float) -> float:
         """The same optimizer has had the same gradients."""
         # With step_on_arrival gradients are gone after the step, and were not compared.
         others = [_OF_DTYPE[dtype] for dtype in self._dtypes] if self._frees else []
+        # A gradient that rounding takes away is then a whole step less, where steps do not depend on its size.
+        lost = 4 * rate if self._frees and max([self._wire, self._codec, *others]) > 1e-4 else 0.0
         size = float(param.detach().abs().nan_to_num(0, 0, 0).max()) if param.numel() else 0.0
-        return max(_OF_DTYPE[param.dtype], self._wire, min(self._codec, 1e9), *others) * (size + 10 * rate) + 1e-300
+        return (
+            max(_OF_DTYPE[param.dtype], self._wire, min(self._codec, 1e9), *others) * (size + 10 * rate) + lost + 1e-300
+        )
 
     def of_joined(self, param: Tensor, rate: float) -> float:
         """The gradients were not compared on the way."""

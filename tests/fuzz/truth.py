@@ -80,6 +80,8 @@ class Truth:
         self._averaged = [False] * len(self._wrapped)
         # The samples of all ranks since the last step, if losses are weighted.
         self._weight: list[int | None] = [None] * len(self._wrapped)
+        # Whether param_groups were changed behind the wrapper since the last step.
+        self._is_changed = [False] * len(self._wrapped)
         self._has_stepped = [False] * len(self._wrapped)
         self._backwards = 0
         # Of actions that change nothing there is none.
@@ -149,6 +151,10 @@ class Truth:
             if "Compression" in str(self._wrapped[of].option("compression")) and self._has_stepped[of]:
                 leave_if_known("weights in some steps, with a codec")
             self._weight[of] = (self._weight[of] or 0) + sum(ns[rank] for rank in self.ranks)
+        for of, names in enumerate(self._names):
+            if any(term.param in names for term in action.terms):
+                # A gradient that is complete has others dropped, if it is computed again.
+                self.rules.require_alike(self.ranks, of)
         for rank in self.ranks:
             self._backward_of(rank, action)
 
@@ -198,6 +204,11 @@ class Truth:
 
     def _zero_grad(self, action: ZeroGrad) -> None:
         chosen = range(len(self._names)) if action.of is None else [action.of]
+        if action.of is not None:
+            self.rules.require_alike(self.ranks, action.of)
+            self._weight[action.of] = None
+        elif any(weight is not None for weight in self._weight):
+            raise Unsettled("gradients are dropped, and hvdlite cannot see that their weights are")
         for rank in self._among(action.ranks):
             for of in chosen:
                 if action.of is not None:
@@ -212,6 +223,8 @@ class Truth:
 
     def _set_grad(self, action: SetGrad) -> None:
         name, of = action.param, self._optimizer_of(action.param)
+        if of is not None and self._weight[of] is not None:
+            raise Unsettled("a gradient by hand has no weight")
         for rank in self._among(action.ranks):
             drawn = prelude.draw(self.params[name].detach(), action.batch, rank)
             old = self.grads[rank][name]
@@ -250,6 +263,7 @@ class Truth:
 
     def _add_param(self, action: AddParam, at: int) -> None:
         of, name = action.of, action.param.name
+        self._is_changed[of] |= action.how != "wrapper"
         if action.how != "wrapper":
             leave_if_known("param_groups changed behind the wrapper")
         self._make(action.param, 50 + at)
@@ -305,8 +319,12 @@ class Truth:
                         leave_if_known("a scaler in a step that is not complete")
             self._synchronize(action.of)
             self._step_averages(action, record)
+        begun = {self.rules.has_begun(rank, action.of) for rank in self.ranks}
+        if self._is_changed[action.of] and len(begun) > 1:
+            leave_if_known("param_groups changed, and a rank without a backward pass")
+        self._is_changed[action.of] = False
         for rank in self.ranks:
-            self.rules.step(rank, action.of)
+            self.rules.step(rank, action.of, is_adasum=_is_adasum(self._wrapped[action.of]))
         for schedule in self._schedules[action.of]:
             schedule.step()
         if record is not None:
