@@ -70,7 +70,9 @@ class StepByBucket:
         """Takes the step on these parameters alone."""
         parts: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
         for param in params:
-            parts[self._group_of[id(param)]].append(param)
+            # One that has left the groups within this step is let go after it.
+            if (number := self._group_of.get(id(param))) is not None:
+                parts[number].append(param)
         with self._narrowed(parts):
             # The class's method: an LR scheduler replaces the instance's, to count whole steps.
             type(self._optimizer).step(self._optimizer)

@@ -80,6 +80,8 @@ class Truth:
         self._averaged = [False] * len(self._wrapped)
         # The samples of all ranks since the last step, if losses are weighted.
         self._weight: list[int | None] = [None] * len(self._wrapped)
+        # Parameters that were put into param_groups behind the wrapper, which finds them in its next step.
+        self._unheard: list[set[str]] = [set() for _ in self._wrapped]
         # Whether param_groups were changed behind the wrapper since the last step.
         self._is_changed = [False] * len(self._wrapped)
         self._has_stepped = [False] * len(self._wrapped)
@@ -189,7 +191,8 @@ class Truth:
             own = [name for name in names if name in reached]
             if own:
                 self._averaged[of] = False
-            self.rules.backward(rank, of, own, self._backwards, counts=of not in action.no_sync, had=had)
+            heard = [name for name in own if name not in self._unheard[of]]
+            self.rules.backward(rank, of, heard, self._backwards, counts=of not in action.no_sync, had=had)
 
     def _take(self, rank: int) -> None:
         for name, param in self.params.items():
@@ -265,6 +268,8 @@ class Truth:
         of, name = action.of, action.param.name
         self._is_changed[of] |= action.how != "wrapper"
         if action.how != "wrapper":
+            self._unheard[of].add(name)
+        if action.how != "wrapper":
             leave_if_known("param_groups changed behind the wrapper")
         self._make(action.param, 50 + at)
         param = self.params[name]
@@ -323,6 +328,7 @@ class Truth:
         if self._is_changed[action.of] and len(begun) > 1:
             leave_if_known("param_groups changed, and a rank without a backward pass")
         self._is_changed[action.of] = False
+        self._unheard[action.of].clear()
         for rank in self.ranks:
             self.rules.step(rank, action.of, is_adasum=_is_adasum(self._wrapped[action.of]))
         for schedule in self._schedules[action.of]:

@@ -312,3 +312,21 @@ def test_a_thread_may_read_the_groups_at_any_time():
 
     first, second = run_ranks(2, rank)
     assert first == second
+
+
+@pytest.mark.parametrize("step_on_arrival", [False, True])
+def test_a_parameter_that_has_left_the_groups_within_a_step_is_not_updated_and_the_others_are(step_on_arrival):
+    def rank(group: Group) -> list[float]:
+        gone, stays = new(1), new(1)
+        inner = sgd([gone, stays])
+        optimizer = wrap(group, inner, step_on_arrival=step_on_arrival, bucket_cap_mb=0.00001)
+        for _ in range(2):
+            (gone * 1.0 + stays * (group.rank + 1.0)).sum().backward()
+            inner.param_groups[0]["params"] = [stays]
+            optimizer.step()
+            optimizer.zero_grad()
+            gone.grad = None
+        return [gone.item(), stays.item()]
+
+    # Averages of 1.5, with a momentum of 0.5.
+    assert run_ranks(2, rank) == [[0.0, -3.75]] * 2
