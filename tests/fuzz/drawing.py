@@ -354,8 +354,9 @@ class _Draw:
         self._added += 1
         dtype = next(param.dtype for param in self._params_and_added() if param.name == plan.params[0])
         if how == "replace":
-            plan.params.pop(0)
-        plan.params.append(name)
+            plan.params[0] = name
+        else:
+            plan.params.append(name)
         self._frozen[name] = False
         self._actions.append(AddParam(of, Param(name, self._dice.choice([(2,), (3, 2)]), dtype), how))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 KNOWN: dict[str, str] = {
     "surplus gradients of some ranks": "ranks that have them finish a round of buckets that others do not begin",
+    "param_groups changed, and the new parameter frozen before the step": "its gradient is not averaged",
+    "surplus gradients of a step that GradScaler skips": "zero_grad() takes them to be still needed",
     "surplus gradients of a pass for Adasum": "zero_grad() takes them to be still needed",
     "surplus gradients of some parameters, set to None": "the next backward pass is one too many",
     "param_groups changed, and a rank without a backward pass": "ranks compare models at different times",
@@ -32,7 +34,9 @@ def leave_if_known(feature: str) -> None:
 FEATURES = (
     "surplus gradients of some ranks",
     "surplus gradients of some parameters, set to None",
+    "surplus gradients of a step that GradScaler skips",
     "surplus gradients of a pass for Adasum",
+    "param_groups changed, and the new parameter frozen before the step",
     "param_groups changed, and a rank without a backward pass",
     "unfreezing within a step",
     "gradients by hand",

@@ -41,7 +41,7 @@ class Rules:
         self._seen = [[_Optimizer(passes) for passes in passes_per_step] for _ in range(size)]
         # By rank: backward passes that an optimizer has stepped with.
         self._stepped: list[set[int]] = [set() for _ in range(size)]
-        self._stepped_by_adasum: list[set[int]] = [set() for _ in range(size)]
+        self._unseen: list[dict[int, str]] = [{} for _ in range(size)]
 
     def backward(
         self, rank: int, of: int, reached: Collection[str], number: int, *, counts: bool, had: Gradients
@@ -96,12 +96,18 @@ class Rules:
             self._refuse("gradients were set to None after the last backward pass, and before step()")
         seen.passes.clear()
 
-    def step(self, rank: int, of: int, *, is_adasum: bool = False) -> None:
+    def step(self, rank: int, of: int, *, was_taken: bool = True, unseen: str | None = None) -> None:
+        """The optimizer is asked to step; ``was_taken``: no GradScaler has skipped it.
+
+        ``unseen``: the known fault for which other optimizers do not take the passes of this step to be used.
+        """
         seen = self._seen[rank][of]
         self._stepped[rank] |= seen.backwards
-        if is_adasum:
-            self._stepped_by_adasum[rank] |= seen.backwards
-        seen.forget()
+        if unseen is not None:
+            self._unseen[rank].update(dict.fromkeys(seen.backwards, unseen))
+        if was_taken:
+            seen.backwards.clear()
+        seen.passes.clear()
 
     def require_alike(self, ranks: Collection[int], of: int) -> None:
         """Notes that ranks are about to drop gradients, which must be complete on all of them or on none."""
@@ -116,15 +122,18 @@ class Rules:
         """Whether these parameters have had all their passes."""
         return set(names) <= set(self._seen[rank][of].complete)
 
-    def begin_anew(self, rank: int, of: int) -> None:
-        """A copy of the optimizer goes on."""
-        self._seen[rank][of].forget()
+    def begin_anew(self, ranks: Collection[int], of: int) -> None:
+        """A copy of the optimizer goes on, and the optimizer is closed."""
+        if len({bool(self._seen[rank][of].complete) for rank in ranks}) > 1:
+            self._refuse("an optimizer is given up in the middle of a step, while other ranks send its gradients")
+        for rank in ranks:
+            self._seen[rank][of].forget()
 
     def _is_surplus(self, rank: int, of: int) -> bool:
         backwards = self._seen[rank][of].backwards
         is_surplus = bool(backwards) and backwards <= self._stepped[rank]
-        if is_surplus and backwards & self._stepped_by_adasum[rank]:
-            leave_if_known("surplus gradients of a pass for Adasum")
+        for feature in {self._unseen[rank].get(number) for number in backwards} - {None} if is_surplus else ():
+            leave_if_known(str(feature))
         return is_surplus
 
     def _refuse(self, why: str) -> None:

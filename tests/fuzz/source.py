@@ -232,12 +232,13 @@ class Source:
             case "group":
                 self._put(f'opt{of}.param_groups.append({{**opt{of}.param_groups[0], "params": [{name}]}})')
             case "replace":
-                gone = self._params[of].pop(0)
+                gone, self._params[of][0] = self._params[of][0], name
                 self._put(f'opt{of}.param_groups[0]["params"][0] = {name}')
                 self._put(f"opt{of}.state.pop({gone}, None)")
             case _:
                 raise ValueError(action.how)
-        self._params[of].append(name)
+        if action.how != "replace":
+            self._params[of].append(name)
 
     def _reload(self, action: Reload) -> None:
         of = action.of

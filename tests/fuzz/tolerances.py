@@ -47,6 +47,9 @@ class Tolerance:
             if grad is not None and grad.numel()
         ]
         largest = sum(sizes) / divisor
+        if not all(bool(grad.to_dense().isfinite().all()) for grad in grads if grad is not None):
+            # A codec may make NaN of infinities, and of numbers beside them.
+            self._largest_of_all = math.inf
         self._largest[name] = largest
         self._dtypes.update(grad.dtype for grad in grads if grad is not None)
         self._largest_of_all = max(self._largest_of_all, largest)

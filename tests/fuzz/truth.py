@@ -80,6 +80,8 @@ class Truth:
         self._averaged = [False] * len(self._wrapped)
         # The samples of all ranks since the last step, if losses are weighted.
         self._weight: list[int | None] = [None] * len(self._wrapped)
+        # Whether the last step was taken, and not skipped by a GradScaler.
+        self._is_taken = True
         # Parameters that were put into param_groups behind the wrapper, which finds them in its next step.
         self._unheard: list[set[str]] = [set() for _ in self._wrapped]
         # Whether param_groups were changed behind the wrapper since the last step.
@@ -249,6 +251,8 @@ class Truth:
     def _freeze(self, action: Freeze) -> None:
         of = self._optimizer_of(action.param)
         for rank in self._among(action.ranks):
+            if of is not None and action.frozen and action.param in self._unheard[of]:
+                leave_if_known("param_groups changed, and the new parameter frozen before the step")
             if of is not None and not action.frozen and self.rules.has_begun(rank, of):
                 leave_if_known("unfreezing within a step")
             self._frozen[rank][action.param] = action.frozen
@@ -288,16 +292,17 @@ class Truth:
                 inner.param_groups[0]["params"][0] = param
                 inner.state.pop(gone, None)
         if action.how == "replace":
-            self._names[of].pop(0)
-        self._names[of].append(name)
+            self._names[of][0] = name
+        else:
+            self._names[of].append(name)
 
     def _reload(self, action: Reload) -> None:
         if action.how == "state":
             for inner in self._inner[action.of]:
                 inner.load_state_dict(copy.deepcopy(inner.state_dict()))
         else:
+            self.rules.begin_anew(self.ranks, action.of)
             for rank in self.ranks:
-                self.rules.begin_anew(rank, action.of)
                 # A parameter is copied without its gradient.
                 self.grads[rank].update(dict.fromkeys(self._names[action.of]))
             self._averaged[action.of] = False
@@ -324,17 +329,26 @@ class Truth:
                         leave_if_known("a scaler in a step that is not complete")
             self._synchronize(action.of)
             self._step_averages(action, record)
-        begun = {self.rules.has_begun(rank, action.of) for rank in self.ranks}
-        if self._is_changed[action.of] and len(begun) > 1:
-            leave_if_known("param_groups changed, and a rank without a backward pass")
-        self._is_changed[action.of] = False
-        self._unheard[action.of].clear()
-        for rank in self.ranks:
-            self.rules.step(rank, action.of, is_adasum=_is_adasum(self._wrapped[action.of]))
+        self._note_step(action.of)
         for schedule in self._schedules[action.of]:
             schedule.step()
         if record is not None:
             self._adopt_params(action.of, record)
+
+    def _note_step(self, of: int) -> None:
+        unseen = None
+        if _is_adasum(self._wrapped[of]):
+            self._is_taken = True
+            unseen = "surplus gradients of a pass for Adasum"
+        elif not self._is_taken:
+            unseen = "surplus gradients of a step that GradScaler skips"
+        begun = {self.rules.has_begun(rank, of) for rank in self.ranks}
+        if self._is_changed[of] and len(begun) > 1:
+            leave_if_known("param_groups changed, and a rank without a backward pass")
+        self._is_changed[of] = False
+        self._unheard[of].clear()
+        for rank in self.ranks:
+            self.rules.step(rank, of, was_taken=self._is_taken, unseen=unseen)
 
     def _synchronize(self, of: int) -> None:
         for rank in self.ranks:
@@ -356,7 +370,7 @@ class Truth:
 
     def _step_averages(self, action: Step, record: Record | None) -> None:
         of, (inner,) = action.of, self._inner[action.of]
-        is_taken = False
+        self._is_taken = False
         wrapped, scaler = self._wrapped[of], self._scalers[of]
         params = [self.params[name] for name in self._names[of]]
         first = self.ranks[0]
@@ -365,8 +379,7 @@ class Truth:
             self.params[name].grad = None if grad is None else grad.clone()
 
         def compare(*_: Any) -> None:
-            nonlocal is_taken
-            is_taken = True
+            self._is_taken = True
             if (max_norm := wrapped.option("max_norm")) is not None:
                 torch.nn.utils.clip_grad_norm_(params, max_norm)
             if record is not None:
@@ -385,10 +398,15 @@ class Truth:
                 inner.step()
         finally:
             hook.remove()
+        if record is not None and not self._is_taken:
+            # What a codec makes of infinities is its own.
+            for name, param in zip(self._names[of], params, strict=True):
+                got = record.grads[name]
+                param.grad = param.grad if got is None else got.clone()
         if scaler is not None and record is not None and scaler.get_scale() != record.scale:
             self._found(f"the scale of optimizer {of} is {record.scale}, and should be {scaler.get_scale()}")
         for name, param in zip(self._names[of], params, strict=True):
-            left = None if wrapped.option("step_on_arrival") and is_taken else param.grad
+            left = None if wrapped.option("step_on_arrival") and self._is_taken else param.grad
             for rank in self.ranks:
                 self.grads[rank][name] = None if left is None else left.clone()
             param.grad = None
