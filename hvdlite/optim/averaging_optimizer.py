@@ -93,6 +93,7 @@ class AveragingOptimizer(HorovodsAttributes):
         self._single_passes: int | None = 0
         reducer.add_params(named, groups)
         self._followed = self._members()
+        reducer.before_step = weakref.WeakMethod(self._follow_groups)
         if claims:
             reducer.take_number()
         # Parameters outlive their optimizer; the hooks on them must not.

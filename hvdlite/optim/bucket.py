@@ -74,6 +74,10 @@ class Bucket:
         # In this step: whether it takes no more gradients, since it was sent, or will not be.
         self._is_sent = False
         self._memory: BucketMemory | None = None
+        # The views of all slices, and their addresses. A program that moves or converts a model does so with its
+        # gradients, by `Tensor.data`: these are then the same objects, and no views any more.
+        self._views: list[Tensor] = []
+        self._addresses: list[int] = []
         self._flags = Flags(plan, ranks)
         # The buffer's `Tensor._version` after hvdlite's last write. If it differs later, the user has changed a
         # gradient. None while the user may change them: before the first gradient, and once the averages are returned.
@@ -117,7 +121,35 @@ class Bucket:
         for state in self.states:
             spec = state.piece.spec
             state.view = flat.as_strided(spec.shape, spec.stride, state.piece.start)
+        self._views = [state.view for state in self.states if state.view is not None]
+        self._addresses = list(map(Tensor.data_ptr, self._views))
         return memory
+
+    def _forget_memory(self) -> None:
+        self._memory = None
+        self._views, self._addresses = [], []
+        for state in self.states:
+            state.view = None
+
+    @property
+    def _have_moved(self) -> bool:
+        """Whether gradients were moved out of the buffer, or with it."""
+        return list(map(Tensor.data_ptr, self._views)) != self._addresses
+
+    def _bring_back(self) -> None:
+        """Copies gradients that were moved out of the buffer, with the model, back into it."""
+        plan, flat = self.plan, self.memory.flat
+        for state, view in zip(self.states, self._views, strict=True):
+            spec = state.piece.spec
+            again = flat.as_strided(spec.shape, spec.stride, state.piece.start)
+            if not view.is_set_to(again):
+                if (view.dtype, view.device, view.shape) != (plan.dtype, plan.device, again.shape):
+                    raise misfit(state, view)
+                state.view = again.copy_(view)
+                if state.param.grad is view:
+                    state.param.grad = state.held = again
+        self._views = [state.view for state in self.states if state.view is not None]
+        self._addresses = list(map(Tensor.data_ptr, self._views))
 
     def take_over(self, flat: Tensor) -> None:
         """Uses the memory of an earlier bucket with the same plan. The gradients there stay those of the parameters."""
@@ -186,7 +218,7 @@ class Bucket:
         if grad is view:
             pass  # autograd has added to the view in place
         elif grad is not None and grad.layout is torch.strided:
-            if grad.dtype != view.dtype or grad.device != view.device:
+            if grad.dtype != view.dtype or grad.device != view.device or grad.shape != view.shape:
                 raise misfit(state, grad)
             if self._version is not None and self._version != view._version:
                 self.require_untouched()
@@ -243,6 +275,8 @@ class Bucket:
             self._flags.write_presence(memory.flags, self._presence, trained)
             return memory, 1.0
         self.require_untouched()
+        if self._have_moved:
+            self._bring_back()
         is_complete = self.is_complete
         used = [True] * len(self.states) if is_complete else [self._fill(state) for state in self.states]
         scale_left = 1.0 if self._scale == 1.0 else self._scale_rest(leave_scale)
@@ -298,16 +332,12 @@ class Bucket:
             if state not in kept:
                 state.param.grad = None
         if self._memory is not None and self._memory.flat.untyped_storage().resizable():
-            self._memory = None
-            for state in self.states:
-                state.view = None
+            self._forget_memory()
 
     def renew(self) -> None:
         """Makes the next gradient allocate a new buffer. Existing gradients keep their old memory."""
-        self._memory = None
+        self._forget_memory()
         self._version = None
-        for state in self.states:
-            state.view = None
 
     def abandon(self) -> None:
         """Gives up the buffer and its gradients, since a collective may still write to it.
@@ -317,8 +347,7 @@ class Bucket:
         for state in self.states:
             if state.param.grad is state.view:
                 state.param.grad = None
-            state.view = None
-        self._memory = None
+        self._forget_memory()
         self._version = None
 
     def require_same(self) -> None:
@@ -326,6 +355,9 @@ class Bucket:
         if not self._is_wanted:
             return
         self.require_untouched()
+        if self._have_moved and self._is_sent:
+            what = f"one of the {self.description} was moved or converted, with the model,"
+            raise changed_too_early(what, self.states[0].param)
         for state in self.states:
             if not state.ready or state.late:
                 continue

@@ -77,9 +77,9 @@ def misfit(state: GradientState, grad: Tensor) -> GradientError:
     """Returns the error for a gradient whose dtype or device is not that of its bucket."""
     spec = state.piece.spec
     return GradientError(
-        f"parameter {state.name!r} had dtype {spec.dtype} on {spec.device} when the optimizer was "
-        f"wrapped and has a gradient of {grad.dtype} on {grad.device} now: move or convert the model "
-        "before hvd.DistributedOptimizer(...)"
+        f"parameter {state.name!r} had dtype {spec.dtype} on {spec.device} when the optimizer was wrapped, with shape "
+        f"{spec.shape}, and has a gradient of {grad.dtype} on {grad.device} with shape {tuple(grad.shape)} now: move, "
+        "convert or resize the model before hvd.DistributedOptimizer(...)"
     )
 
 

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -86,6 +87,8 @@ class Reducer(WorldPlan):
     def __init__(self, connect: Callable[[], Connection], backward_passes_per_step: int = 1) -> None:
         super().__init__(connect, backward_passes_per_step)
         self._phase = Phase.IDLE
+        self.before_step: WeakMethod[Callable[[], None]] | None = None
+        """A method that is called when a step begins, in the same place on all ranks, before anything is sent."""
         # Held while a hook handles a gradient. Reentrant, since the same thread may run another backward pass inside.
         self._lock = threading.RLock()
 
@@ -133,15 +136,20 @@ class Reducer(WorldPlan):
                 point("begin")
                 # This may replace the layout, if there is a new world.
                 self._begin_step()
-            state = self._layout.states[id(param)]
-            if state.ready:
-                self._drop_surplus(state)
-                self._begin_step()
-                # There may be a new world.
-                state = self._layout.states[id(param)]
             backward = number_of_backward()
             if backward not in self._backwards:
+                if self._is_dropped_surplus():
+                    self._drop_surplus()
+                    self._begin_step()
                 self._begin_backward(backward)
+            try:
+                # There may be a new world, or other parameters.
+                state = self._layout.states[id(param)]
+            except KeyError:
+                # It has left the optimizer.
+                return
+            if state.ready:
+                raise self._is_added_to(state, backward)
             if param.grad is not state.held:
                 # Autograd made a new gradient, so the user has dropped the sum of earlier passes.
                 state.passes = 0
@@ -370,7 +378,7 @@ class Reducer(WorldPlan):
         if self.is_in_step:
             ready = next((state for state in self._layout.states.values() if state.ready), None)
             if ready is not None:
-                if not self._is_surplus():
+                if not self._is_surplus(self._backwards):
                     raise GradientError(
                         f"{action} while gradients are being averaged (the first: {ready.name!r}): {way_out}"
                     )
@@ -480,9 +488,8 @@ class Reducer(WorldPlan):
 
     def _stepped(self) -> None:
         """Records that the optimizer has used the gradients."""
-        if self._deltas is None:
-            self._reducers.stepped_backwards.extend(self._backwards)
-        else:
+        self._reducers.stepped_backwards.extend(self._backwards)
+        if self._deltas is not None:
             # Passes of a closure, which came after `agree_to_step`.
             self._layout.forget()
         self._backwards.clear()
@@ -560,6 +567,8 @@ class Reducer(WorldPlan):
             self._spoilt_by, self._is_closed = None, False
 
     def _begin_step(self) -> None:
+        if self.before_step is not None and (follow_groups := self.before_step()) is not None:
+            follow_groups()
         self.follow_world()
         self._ranks.require_open("averaging gradients")
         self.exchange_state.begin_step(self.weights.state.reference)
@@ -582,41 +591,51 @@ class Reducer(WorldPlan):
         if self._is_provisional and self._links is not None:
             self._plan_for_good()
 
-    def _is_surplus(self) -> bool:
-        """Whether other optimizers have already stepped with all backward passes that made these gradients.
+    def _is_surplus(self, backwards: Set[int]) -> bool:
+        """Whether other optimizers have already stepped with all of these backward passes.
 
         For example, a GAN's generator runs backward through the discriminator, and leaves unwanted gradients in it.
         """
-        return bool(self._backwards) and self._backwards <= set(self._reducers.stepped_backwards)
+        return bool(backwards) and backwards <= set(self._reducers.stepped_backwards)
 
-    def _drop_surplus(self, state: GradientState) -> None:
-        """Ends a step in which this gradient is complete, and now is computed again. Raises if a step would use it."""
-        is_left_behind = self._surviving is not None and self.is_left_behind
-        if not is_left_behind:
-            self._require_surplus(state)
-        if state.param.grad is state.held:
-            # Autograd has added to what was being averaged: the sum would depend on how far that was.
-            self._spoil()
-            raise GradientError(
-                f"the gradient of {state.name!r} was added to gradients that another optimizer's backward pass has "
-                "left there, as a GAN's generator does in its discriminator: call zero_grad() of this optimizer or "
-                "model before its backward pass, or freeze its parameters during the other one"
-            )
-        if is_left_behind:
-            # Another optimizer has gone on in a new world, and no rank sends there what all drop.
+    def _is_dropped_surplus(self) -> bool:
+        """Whether a new backward pass finds surplus gradients, and the user has dropped one of them."""
+        if not self._backwards or not (self._is_surplus(self._backwards) or self._is_replaced):
+            return False
+        return any(state.ready and state.param.grad is not state.held for state in self._layout.states.values())
+
+    @property
+    def _is_replaced(self) -> bool:
+        """Whether another optimizer has gone on in a new world since the step began."""
+        return self._surviving is not None and self.is_left_behind
+
+    def _drop_surplus(self) -> None:
+        """Ends a step of surplus gradients."""
+        if self._is_replaced:
+            # No rank sends in the new world what all drop.
             self.follow_world()
-        else:
+        elif self._world is None or not self._world.is_closed:
             self._discard()
 
-    def _require_surplus(self, state: GradientState) -> None:
-        if self._world is not None and self._world.is_closed:
-            raise GradientError(
+    def _is_added_to(self, state: GradientState, backward: int) -> GradientError:
+        """Gives up the step, and returns the error: a pass has added to a complete gradient, which may be sent."""
+        if self._world is not None and self._world.is_closed and not self._is_replaced:
+            return GradientError(
                 f"the gradient of {state.name!r} was computed again, and an earlier one was still being averaged when "
                 "hvd.shutdown() was called: call optimizer.zero_grad() after hvd.init(), before the first backward pass"
             )
-        if not self._is_surplus():
-            self._spoil()
-            raise too_many_passes(state.name, self.backward_passes_per_step)
+        # This pass makes no gradients that a step will use.
+        self._backwards.discard(backward)
+        is_surplus = self._is_surplus(self._backwards) or self._is_replaced
+        self._spoil()
+        if not is_surplus:
+            return too_many_passes(state.name, self.backward_passes_per_step)
+        # The sum would depend on how far the average was.
+        return GradientError(
+            f"the gradient of {state.name!r} was added to gradients that another optimizer's backward pass has left "
+            "there, as a GAN's generator does in its discriminator: call zero_grad() of this optimizer or model before "
+            "its backward pass, or freeze its parameters during the other one"
+        )
 
     def _spoil(self) -> None:
         """Gives up the step's averages. It must still be finished together with the other ranks."""

@@ -39,10 +39,10 @@ def train(batch):
     if batch == 3:
         print("ready", flush=True)
 
-def save_slowly(state, path):
+def save_slowly(state, path, **options):
     while not os.path.exists("go on"):
         time.sleep(0.02)
-    write(state, path + ".part")
+    write(state, path + ".part", **options)
     os.rename(path + ".part", path)
 
 torch.save = save_slowly

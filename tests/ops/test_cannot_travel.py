@@ -309,7 +309,7 @@ OF_THEMSELVES = {"add_process_set": "ProcessSet", "remove_process_set": "remove_
 
 def functions() -> dict[str, Callable[..., Any]]:
     """Returns all public functions that take an argument for which there are wrong values."""
-    apart = {"run", "init", "start_timeline", "join", "Handle", "Compressor"}
+    apart = {"run", "init", "start_timeline", "join", "load_checkpoint", "save_checkpoint", "Handle", "Compressor"}
     found = {}
     for name in hvd.__all__:
         function = getattr(hvd, name)

@@ -346,3 +346,25 @@ def test_a_closures_pass_belongs_to_its_own_step():
 
     # Orthogonal: added.
     assert run_ranks(2, train) == [[0.0, 0.0]] * 2
+
+
+def test_its_step_uses_a_pass_that_leaves_gradients_in_another_optimizer():
+    def train(group: Group) -> list[float]:
+        generator, discriminator = (nn.Linear(1, 1, bias=False) for _ in range(2))
+        nn.init.zeros_(discriminator.weight)
+        nn.init.ones_(generator.weight)
+        of_generator = wrap(group, generator, lambda params: torch.optim.SGD(params, lr=0.5))
+        of_discriminator = hvd.DistributedOptimizer(
+            torch.optim.SGD(discriminator.parameters(), lr=1.0), process_set=set_of(group)
+        )
+        for _ in range(2):
+            (generator.weight + discriminator.weight).sum().backward()
+            of_generator.step()
+            of_discriminator.zero_grad()
+            (discriminator.weight * (group.rank + 1)).sum().backward()
+            of_discriminator.step()
+            of_discriminator.zero_grad()
+            of_generator.zero_grad()
+        return discriminator.weight.flatten().tolist()
+
+    assert run_ranks(2, train) == [[-3.0]] * 2

@@ -91,6 +91,24 @@ def test_a_pass_that_adds_to_what_another_optimizers_pass_has_left_is_an_error(s
     assert run_ranks(size, rank) == [[-4 * mean] * 2] * size
 
 
+def test_gradients_of_another_optimizers_pass_that_were_dropped_cost_no_gradient_that_it_did_not_have():
+    """The first gradient of the discriminator's own pass is one that the generator's pass has not left there."""
+
+    def rank(group: Group) -> list[list[float]]:
+        generator, left, other = weight(), weight(), weight()
+        optimizers = [wrap(group, [generator]), wrap(group, [left, other])]
+        for _ in range(3):
+            (generator.sum() + left.sum() * 100.0).backward()
+            optimizers[0].step()
+            generator.grad = left.grad = None
+            ((left.sum() + other.sum()) * (group.rank + 1)).backward()
+            optimizers[1].step()
+            left.grad = other.grad = None
+        return [left.tolist(), other.tolist()]
+
+    assert run_ranks(2, rank) == [[[-4.5, -4.5]] * 2] * 2
+
+
 def test_gradients_of_another_optimizers_pass_that_were_set_to_zeros_in_place_are_not_added_to():
     def rank(group: Group) -> None:
         generator, table = weight(), nn.Embedding.from_pretrained(torch.zeros(4, 2), freeze=False)

@@ -330,3 +330,97 @@ def test_a_parameter_that_has_left_the_groups_within_a_step_is_not_updated_and_t
 
     # Averages of 1.5, with a momentum of 0.5.
     assert run_ranks(2, rank) == [[0.0, -3.75]] * 2
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_change_is_followed_alike_by_a_rank_without_a_backward_pass(late):
+    """The rank with one begins its step in backward, and the other in step()."""
+
+    def rank(group: Group) -> list[float]:
+        inner = sgd([new(), new()])
+        optimizer = wrap(group, inner)
+        backward(inner, 1.0)
+        optimizer.step()
+        for _ in range(3):
+            for param in params_of(inner):
+                param.grad = None
+            inner.param_groups[0]["params"][0] = new()
+            if group.rank == late:
+                backward(inner, 1.0)
+            optimizer.step()
+        return params_of(inner)[0].tolist()
+
+    assert run_ranks(2, rank) == [[-0.5] * 3] * 2
+
+
+@pytest.mark.parametrize("how", ["data", "double and back", "shared", "between passes"])
+def test_a_model_that_is_moved_or_converted_and_back_is_averaged_as_before(how):
+    """That replaces the memory of the gradients under the same objects."""
+
+    def rank(group: Group) -> list[float]:
+        model = nn.Linear(3, 1)
+        for param in model.parameters():
+            nn.init.zeros_(param)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        passes = 2 if how == "between passes" else 1
+        optimizer = wrap(group, inner, model.named_parameters(), backward_passes_per_step=passes)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=step == 1)
+            for number in range(passes):
+                (model(torch.ones(1, 3)).sum() * (group.rank + 1)).backward()
+                if how == "between passes" and number == 0:
+                    model.double().float()
+            optimizer.step()
+            if how == "data":
+                for param in model.parameters():
+                    param.grad.data = param.grad.data.clone()
+            elif how == "shared":
+                model.share_memory()
+            else:
+                model.double().float()
+        return [*model.weight.flatten().tolist(), *model.bias.tolist()]
+
+    passes = 2 if how == "between passes" else 1
+    assert run_ranks(2, rank, engine="shared memory") == [[-6.0 * passes] * 4] * 2
+
+
+def test_a_parameter_that_is_resized_is_an_error_that_names_it():
+    def rank(group: Group) -> None:
+        inner = sgd([new()])
+        optimizer = wrap(group, inner)
+        backward(inner, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        (param,) = params_of(inner)
+        param.data = torch.zeros(5)
+        words = r"'\]\[0\]\" had dtype .* with shape \(3,\), and has a gradient of .* with shape \(5,\) now: .* resize"
+        with pytest.raises(hvd.GradientError, match=words):
+            backward(inner, 1.0)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("when", ["between steps", "before step"])
+def test_a_model_that_is_converted_for_good_is_an_error(when):
+    def rank(group: Group) -> None:
+        model = nn.Linear(3, 1)
+        for param in model.parameters():
+            nn.init.zeros_(param)
+        optimizer = wrap(group, torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        if when == "between steps":
+            model.double()
+            words = r"had dtype torch.float32 on cpu when the optimizer .* and has a gradient of torch.float64"
+            with pytest.raises(hvd.GradientError, match=words):
+                model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        else:
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            model.double().float()
+            with pytest.raises(hvd.GradientError, match="was moved or converted, with the model, while it was being"):
+                optimizer.step()
+
+    run_ranks(2, rank)
