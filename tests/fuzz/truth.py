@@ -312,6 +312,9 @@ class Truth:
     def _step(self, action: Step, record: Record | None) -> None:
         if action.inside is not None:
             self._backward(action.inside)
+        begun = {self.rules.has_begun(rank, action.of) for rank in self.ranks}
+        if self._is_changed[action.of] and len(begun) > 1:
+            leave_if_known("param_groups changed, and a rank without a backward pass")
         if _is_adasum(self._wrapped[action.of]):
             if action.how == "closure":
                 leave_if_known("Adasum with a closure")
@@ -342,9 +345,6 @@ class Truth:
             unseen = "surplus gradients of a pass for Adasum"
         elif not self._is_taken:
             unseen = "surplus gradients of a step that GradScaler skips"
-        begun = {self.rules.has_begun(rank, of) for rank in self.ranks}
-        if self._is_changed[of] and len(begun) > 1:
-            leave_if_known("param_groups changed, and a rank without a backward pass")
         self._is_changed[of] = False
         self._unheard[of].clear()
         for rank in self.ranks:
