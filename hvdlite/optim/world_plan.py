@@ -269,7 +269,7 @@ class WorldPlan(GradientHooks):
             )
         self.follow_world()
         self._stop_hearing(added.params[name] for added in self._added for name in names if name in added.params)
-        self._added = [added.without(names) for added in self._added]
+        self._added = [left for added in self._added if (left := added.without(names)).params]
         self._check.drop(names)
         self._uncompared.append([(name, "left optimizer.param_groups") for name in sorted(names)])
         self.exchange_state.forget(names)

@@ -49,6 +49,11 @@ class KeptSegment(Segment):
         self._seen[key] = piece
         return piece
 
+    def unsee(self, address: Address, piece: Piece) -> None:
+        key = (address, piece.offset, len(piece.memory))
+        self._seen.pop(key, None)
+        self._seen_before.pop(key, None)
+
     def take_slots(self, nbytes: int) -> Piece | None:
         """Returns the memory of an engine's staging slots, with anything in it; None if the kept ones are in use."""
         with self._held():

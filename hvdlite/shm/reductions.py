@@ -33,17 +33,17 @@ class Blocks:
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
-        self._made: dict[tuple[object, ...], list[list[Tensor]]] = {}
 
     def of(
         self, places: Sequence[DataLocation], dtype: torch.dtype, numel: int, share: tuple[int, int]
     ) -> list[list[Tensor]]:
         """Returns the elements of ``share`` block by block, as one view for each rank."""
         key = (tuple(places), dtype, numel, share)
-        blocks = self._made.get(key)
+        made = self._context.share_views
+        blocks = made.get(key)
         if blocks is None:
-            if len(self._made) >= _REMEMBERED:
-                self._made.clear()
+            if len(made) >= _REMEMBERED:
+                made.clear()
             nbytes = numel * dtype.itemsize
             wholes = [
                 self._context.bytes_of(group_rank, where)[where.within : where.within + nbytes].view(dtype)
@@ -51,7 +51,7 @@ class Blocks:
             ]
             for whole in wholes:
                 populate(whole[share[0] : share[1]])
-            blocks = self._made[key] = list(_blocks(wholes, *share))
+            blocks = made[key] = list(_blocks(wholes, *share))
         return blocks
 
 

