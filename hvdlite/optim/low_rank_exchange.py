@@ -5,7 +5,7 @@
 
 Each of a host's ranks has some of a bucket's parameters, whole. All its matrices are sent in one all-reduce for P,
 which has the other gradients too, and one for Q. `between_hosts` has what comes before and after;
-`compression.low_rank` the mathematics. What the product does not hold of a host's sum is added to the next one.
+`compression.low_rank` the mathematics. What P and a host's own part of Q do not hold of its sum, it adds to its next.
 """
 
 from __future__ import annotations
@@ -216,7 +216,8 @@ class LowRankExchange(BetweenHosts):
             )
         ]
         ps = orthonormal([torch.where(is_finite, total, 0.0) for total in sums])
-        wire = torch.cat([times_matrix(p, each.of(wanted)).view(-1) for p, each in zip(ps, matrices, strict=True)])
+        parts = [times_matrix(p, each.of(wanted)) for p, each in zip(ps, matrices, strict=True)]
+        wire = torch.cat([part.view(-1) for part in parts])
         yield second.all_reduce(wire, what)
         is_finite = is_finite & wire.isfinite().all()
         factor = shard.averaging.factor()
@@ -228,10 +229,13 @@ class LowRankExchange(BetweenHosts):
                 torch.split(wire, [each.rank * each.cols for each in matrices]), matrices, strict=True
             )
         ]
-        for each, p, q, old, is_missing in zip(matrices, ps, qs, before, missing, strict=True):
-            kept = each.of(residual)
-            base = kept if is_missing else each.of(wanted)
-            _write_product(p, q, base, kept, each.of(values), 1 / first.size, factor, is_finite)
+        for each, p, part, q, old, is_missing in zip(matrices, ps, parts, qs, before, missing, strict=True):
+            # Each host subtracts what it has sent itself. With a share of the sum instead, residuals would be right
+            # only together, and a host that has not used the parameter, or is lost, adds none in the next step. It
+            # comes before the product is written, since that may be in the memory of ``wanted``.
+            if not is_missing:
+                _write_residual(p, part, each.of(wanted), each.of(residual), is_finite)
+            _write_product(p, q, each.of(values), factor, is_finite)
             # Where no host has a gradient, Q stays for when one has.
             self._q[each.name] = torch.where(is_finite & p.any(), q, old)
 
@@ -271,25 +275,34 @@ class _Parameter(NamedTuple):
         return flat[self.start : self.start + self.rows * self.cols].view(self.rows, self.cols)
 
 
-def _write_product(
-    p: Tensor, q: Tensor, base: Tensor, kept: Tensor, out: Tensor, part: float, factor: float, is_finite: Tensor
-) -> None:
-    """Writes ``factor`` times P Qᵀ into ``out``, and ``base`` less ``part`` of P Qᵀ into ``kept``.
+def _write_residual(p: Tensor, q: Tensor, wanted: Tensor, kept: Tensor, is_finite: Tensor) -> None:
+    """Writes ``wanted`` less P Qᵀ into ``kept``, if all is finite. Only on a CPU may the program look whether it is."""
+    if kept.is_cuda:
+        kept.copy_(torch.where(is_finite, _less_product(wanted, p, q), kept))
+    elif is_finite:
+        each_piece = (
+            torch.split(matrix, rows_at_a_time(p, q), dim) for matrix, dim in ((wanted, 0), (p, 1), (kept, 0))
+        )
+        for of_wanted, of_p, of_kept in zip(*each_piece, strict=True):
+            _less_product(of_wanted, of_p, q, of_kept)
 
-    Where not all is finite it writes NaN into ``out``, and nothing into ``kept``. ``base`` may have the memory of one
-    of them. Only on a CPU may the program look whether all is finite.
-    """
+
+def _less_product(matrix: Tensor, p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns ``matrix`` less P Qᵀ. A matrix product may be one of TF32, and what it rounds away would be lost."""
+    for row, col in zip(p.unsqueeze(2), q, strict=True):
+        matrix = torch.addcmul(matrix, row, col, value=-1, out=out)
+    return matrix
+
+
+def _write_product(p: Tensor, q: Tensor, out: Tensor, factor: float, is_finite: Tensor) -> None:
+    """Writes ``factor`` times P Qᵀ into ``out``, or NaN where not all is finite."""
     if not out.is_cuda and not is_finite:
         out.fill_(math.nan)
         return
-    each_piece = (torch.split(matrix, rows_at_a_time(p, q)) for matrix in (base, kept, out))
-    for piece, of_base, of_kept, of_out in zip(products(p, q), *each_piece, strict=True):
+    for piece, of_out in zip(products(p, q), torch.split(out, rows_at_a_time(p, q)), strict=True):
         if out.is_cuda:
-            left = torch.sub(of_base, piece, alpha=part)
-            of_kept.copy_(torch.where(is_finite, left, of_kept))
             of_out.copy_(torch.where(is_finite, piece, math.nan).mul_(factor))
         else:
-            torch.sub(of_base, piece, alpha=part, out=of_kept)
             torch.mul(piece, factor, out=of_out)
 
 

@@ -263,6 +263,73 @@ def test_a_matrix_that_no_rank_of_a_host_has_is_zeros_and_keeps_its_residual(pla
     assert torch.allclose(total, ranks[0][1] * size + sum(after for _, _, after in ranks), atol=1e-4)
 
 
+def outer_product(host: str) -> Tensor:
+    """Returns a host's gradient of p0: of rank 1, so that products hold it whole. b's is twice that of a."""
+    return torch.outer(torch.linspace(1, 2, 40), torch.linspace(-1, 1, 30)) * (ord(host) - ord("a") + 1)
+
+
+@pytest.mark.parametrize("is_consolidated", [False, True])
+@pytest.mark.parametrize("place", ["2 hosts", "3 hosts", "3 hosts of 2"])
+def test_averages_are_exact_where_hosts_use_a_matrix_by_turns(place, is_consolidated):
+    """The sums of these gradients are matrices of rank 1, so that products hold them, and nothing is left to add."""
+    hosts = PLACES[place]
+    # In some steps one host, in some all of them, in some none.
+    turns = ["b"] * 12 + [hosts] + ["a"] * 6 + [hosts, "", "b", hosts, "a"]
+
+    def rank(group: Group) -> Any:
+        job, steps = Job(group), []
+        for step, using in enumerate(turns):
+            if is_consolidated and step == 10:
+                job.optimizer.consolidate_state_dict()
+                state = copy.deepcopy(job.optimizer.state_dict())
+                job = Job(group)
+                job.optimizer.load_state_dict(state)
+            job.optimizer.zero_grad()
+            if hosts[group.rank] in using:
+                job.params[0].grad = outer_product(hosts[group.rank])
+            job.optimizer.synchronize()
+            average = job.params[0].grad
+            steps.append((None if average is None else average.clone(), job.kept("p0")))
+        return steps
+
+    ranks = on(place, rank)
+    for step, using in enumerate(turns):
+        for average, kept in (each[step] for each in ranks):
+            assert (average is None) == (not using)
+            if average is not None:
+                truth = sum(outer_product(host) for host in hosts if host in using) / len(hosts)
+                assert torch.allclose(average, truth, rtol=1e-4, atol=1e-4), (step, (average - truth).abs().max())
+            assert torch.allclose(kept, torch.zeros(()), atol=1e-3), (step, kept.abs().max())
+
+
+@pytest.mark.parametrize("place", ["2 hosts", "3 hosts"])
+def test_what_a_host_keeps_is_of_its_own_gradients_and_goes_on_without_the_others(place):
+    """As after the others are lost: what was sent of one host's gradients has no part in what another one keeps."""
+    hosts = PLACES[place]
+    saved: list[Any] = []
+
+    def rank(group: Group) -> None:
+        job = Job(group)
+        for _ in range(20):
+            job.optimizer.zero_grad()
+            job.params[0].grad = outer_product(hosts[group.rank])
+            job.optimizer.step()
+        if group.rank == 0:
+            saved.append(copy.deepcopy(job.optimizer.state_dict()))
+
+    def with_others(group: Group) -> Tensor:
+        job = Job(group)
+        if group.rank == 0:
+            job.optimizer.load_state_dict(copy.deepcopy(saved[0]))
+        job.params[0].grad = outer_product("c")
+        job.optimizer.synchronize()
+        return job.params[0].grad
+
+    on(place, rank)
+    for average in on(place, with_others):
+        assert torch.allclose(average, outer_product("c"), rtol=1e-4, atol=1e-4), average - outer_product("c")
+
+
 @pytest.mark.parametrize("place", ["2 hosts", "2 hosts of 2"])
 def test_two_hosts_get_the_bits_of_the_steps_in_one_process(place):
     hosts = PLACES[place]
@@ -283,9 +350,15 @@ def test_two_hosts_get_the_bits_of_the_steps_in_one_process(place):
         (basis,) = orthonormal([q])
         p = sum(basis @ total.t() for total in sums.values())
         (p,) = orthonormal([p])
-        q = sum(p @ total for total in sums.values())
+        parts = {host: p @ total for host, total in sums.items()}
+        q = sum(parts.values())
         whole = p[0].unsqueeze(1) * q[0] + p[1].unsqueeze(1) * q[1]
-        residuals = {host: torch.sub(total, whole, alpha=0.5) for host, total in sums.items()}
+        residuals = sums
+        for row in range(2):
+            residuals = {
+                host: torch.addcmul(left, p[row].unsqueeze(1), parts[host][row], value=-1)
+                for host, left in residuals.items()
+            }
         for each in ranks:
             assert torch.equal(each[step], whole / len(hosts))
 
