@@ -268,6 +268,8 @@ class AveragingOptimizer(HorovodsAttributes):
         self._begin_after_skipped_step()
         self._follow_groups()
         self._reducer.synchronize()
+        # Also of a step that it skips, for which it does not call `step`.
+        self._reducer.note_used_passes()
         self._is_unscaled = True
 
     def _begin_after_skipped_step(self) -> None:
@@ -426,7 +428,7 @@ class AveragingOptimizer(HorovodsAttributes):
         new = check_trained(names_of_new(self._optimizer, self._named))
         if new:
             self._named = [*self._named, *new]
-            self._reducer.add_params(new)
+            self._reducer.add_params(new, are_new=True)
         if self._reducer.is_in_step:
             return
         present = {id(param) for param in chain.from_iterable(members)}

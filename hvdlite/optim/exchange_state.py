@@ -32,6 +32,8 @@ class ExchangeState:
         self._loss_scale = _LossScale()
         self.reference = FIRST_REFERENCE
         """What the weights of losses were divided by (see `weights`) of which the exchange keeps something."""
+        # Whether these losses had no weights: their gradients are as large as those of weight 1.
+        self._is_unweighted = True
         # What `consolidate` has made for this rank's next checkpoint, until the next step.
         self._consolidated: dict[str, Any] = {}
 
@@ -42,17 +44,21 @@ class ExchangeState:
             exchange.load_state_dict(state)
         self._exchange = exchange
 
-    def begin_step(self, reference: float) -> None:
-        """Begins a step, before its first bucket, whose losses were divided by ``reference``.
+    def begin_step(self, reference: float, n: int | None) -> None:
+        """Begins a step, before its first bucket, whose losses are multiplied by ``n`` and divided by ``reference``.
 
-        It waits for a GPU if there is a GradScaler, as its own step does.
+        ``n`` is None where losses have no weights. It waits for a GPU if there is a GradScaler, as its own step does.
         """
         self._consolidated = {}
         self._rescale()
-        if reference != self.reference:
-            if self._depends_on_scale:
-                self._exchange.rescale(self.reference / reference)
-            self.reference = reference
+        factor = self.reference / reference
+        if self._is_unweighted:
+            # After the first weighted step the reference is its mean n: such weights are near 1.
+            factor = n / reference if n else 1.0
+            self._is_unweighted = not n and reference == FIRST_REFERENCE
+        if factor != 1.0 and self._depends_on_scale:
+            self._exchange.rescale(factor)
+        self.reference = reference
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint: this rank's, or after `consolidate` that of all ranks."""
@@ -75,7 +81,7 @@ class ExchangeState:
         self._consolidated = {}
         self._exchange.load_state_dict(state)
         self._loss_scale.of_kept = scale
-        self.reference = reference
+        self.reference, self._is_unweighted = reference, reference == FIRST_REFERENCE
 
     def consolidate(self, plans: Sequence[BucketPlan], links: Links, *, keeps: bool) -> None:
         """Makes `state_dict` that of all ranks until the next step, where it ``keeps`` it. It waits for all ranks."""

@@ -114,7 +114,8 @@ class DistributedOptimizer(AveragingOptimizer):
     ``bucket_cap_mb``. ``autotune=True`` with ``hvd.Adasum``, or with a given size, is a ValueError.
 
     ``step_on_arrival``: let ``step()`` update the parameters of a bucket as soon as its averages arrive, while other
-    buckets are still being sent. The results are bit-identical. The gradients are then freed: after ``step()`` every
+    buckets are still being sent. The results are bit-identical, but for frozen parameters whose gradients would stay
+    zeros with ``zero_grad(set_to_none=False)``. The gradients are then freed: after ``step()`` every
     ``param.grad`` is None. (Buckets in shared memory keep their memory.) The optimizer must update each parameter
     independently, as all of `torch.optim` do that can be wrapped. The step is taken as a whole if all averages have
     arrived before it (after `synchronize` or with GradScaler), or if a step hook is registered. A step that fails

@@ -399,6 +399,11 @@ class Reducer(WorldPlan):
         """Whether gradients of backward passes outside of `only_accumulating` are not averaged yet."""
         return self.is_in_step and any(state.passes or state.ready for state in self._layout.states.values())
 
+    def note_used_passes(self) -> None:
+        """Tells other optimizers that this one has used the step's backward passes: what they have left is surplus."""
+        known = set(self._reducers.stepped_backwards)
+        self._reducers.stepped_backwards.extend(self._backwards - known)
+
     def forget_averages(self) -> None:
         """Begins the next step, where the averages of the last are there and the program has not used them."""
         if self._phase in (Phase.AVERAGED, Phase.DISCARDED):
@@ -488,7 +493,7 @@ class Reducer(WorldPlan):
 
     def _stepped(self) -> None:
         """Records that the optimizer has used the gradients."""
-        self._reducers.stepped_backwards.extend(self._backwards)
+        self.note_used_passes()
         if self._deltas is not None:
             # Passes of a closure, which came after `agree_to_step`.
             self._layout.forget()
@@ -571,7 +576,7 @@ class Reducer(WorldPlan):
             follow_groups()
         self.follow_world()
         self._ranks.require_open("averaging gradients")
-        self.exchange_state.begin_step(self.weights.state.reference)
+        self.exchange_state.begin_step(self.weights.state.reference, self.weights.of_step)
         if self._surviving is not None:
             self._surviving.begin()
         self._is_provisional = self._links is None

@@ -244,11 +244,21 @@ class WorldPlan(GradientHooks):
         """Whether autotune is on and has not chosen a cap yet."""
         return self._tune is not None and self._tuned_for is None
 
-    def add_params(self, named_params: Iterable[tuple[str, Tensor]], groups: Iterable[Iterable[str]] = ()) -> None:
-        """Adds parameters: plans their buckets behind the existing ones, and hooks their gradients."""
+    def add_params(
+        self,
+        named_params: Iterable[tuple[str, Tensor]],
+        groups: Iterable[Iterable[str]] = (),
+        *,
+        are_new: bool = False,
+    ) -> None:
+        """Adds parameters: plans their buckets behind the existing ones, and hooks their gradients.
+
+        ``are_new``: in their first step their bucket is sent even if they are frozen. They may have gradients already,
+        and ranks may find them at other points of the step.
+        """
         self.follow_world()
         params = dict(named_params)
-        trainable = frozenset(name for name, param in params.items() if param.requires_grad)
+        trainable = frozenset(name for name, param in params.items() if param.requires_grad or are_new)
         added, there = _Added(params, [list(group) for group in groups], trainable), len(self._layout.buckets)
         self._added.append(added)
         self._take_in(added)

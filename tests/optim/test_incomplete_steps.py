@@ -99,6 +99,28 @@ def test_a_grad_scaler_decides_on_averages_whenever_a_step_is_asked_for(first, r
     assert run_ranks(2, rank) == [expected] * 2
 
 
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_gradients_that_a_pass_whose_step_is_skipped_leaves_in_another_optimizer_are_dropped(op):
+    """As by a GAN's generator at the start of training, where the scale is too large."""
+
+    def rank(group: Group) -> list[float]:
+        generator, discriminator = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+        of_generator, of_discriminator = wrap(group, [generator], op=op), wrap(group, [discriminator])
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=10**6)
+        for step in range(3):
+            scaler.scale(generator * (INF if step == 0 else 1.0) + discriminator).sum().backward()
+            scaler.step(of_generator)
+            scaler.update()
+            of_discriminator.zero_grad()
+            (discriminator * (group.rank + 1)).sum().backward()
+            of_discriminator.step()
+            of_discriminator.zero_grad()
+            of_generator.zero_grad()
+        return [generator.item(), discriminator.item()]
+
+    assert run_ranks(2, rank) == [[-2.0, -4.5]] * 2
+
+
 def test_where_no_rank_has_a_gradient_a_grad_scaler_says_so_as_in_one_process():
     def rank(group: Group) -> None:
         optimizer = wrap(group, [nn.Parameter(torch.zeros(1))])

@@ -228,3 +228,30 @@ def test_a_checkpoint_goes_on_with_the_weights_that_losses_have_then(name, conso
         assert all(torch.equal(each, found[0]) for each in found)
 
     on("2 hosts", rank)
+
+
+@pytest.mark.parametrize("samples", [1, 8, 1024])
+@pytest.mark.parametrize("name", FORMS)
+def test_what_steps_without_weights_have_kept_counts_as_much_in_weighted_ones(name, samples):
+    """With equal weights on all ranks, powers of two, both kinds of steps have the same bits."""
+
+    def rank(group: Group) -> list[torch.Tensor]:
+        found = []
+        for weighs in (False, True):
+            param = torch.nn.Parameter(torch.zeros(300))
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD([param], lr=1.0), compression=FORMS[name], process_set=set_of(group)
+            )
+            for step in range(8):
+                optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(10 * step + group.rank)
+                loss = (param * torch.randn(300, generator=generator)).sum()
+                if weighs and step not in (0, 1, 5):
+                    loss = optimizer.weighted(loss, samples)
+                loss.backward()
+                optimizer.step()
+            found.append(param.detach())
+        return found
+
+    for plain, weighted in on("2 hosts", rank):
+        assert torch.equal(weighted, plain)

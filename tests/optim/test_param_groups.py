@@ -447,3 +447,29 @@ def test_a_model_that_is_converted_for_good_is_an_error(when):
                 optimizer.step()
 
     run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("late", [None, 0, 1])
+def test_a_new_parameter_that_is_frozen_again_before_the_step_is_averaged(late):
+    """``late`` has no backward pass in that step: it finds the parameter where its step begins."""
+
+    def rank(group: Group) -> list[list[float]]:
+        inner = sgd([new()])
+        optimizer = wrap(group, inner)
+        found = []
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 1:
+                inner.param_groups[0]["params"].append(new())
+            if step != 1 or group.rank != late:
+                backward(inner, group.rank + 1.0)
+            if step == 1:
+                params_of(inner)[1].requires_grad_(False)
+            optimizer.step()
+            found.append([param.grad[0].item() for param in params_of(inner) if param.grad is not None])
+            if step == 1:
+                params_of(inner)[1].requires_grad_(True)
+        return found
+
+    mean = {None: 1.5, 0: 1.0, 1: 0.5}[late]
+    assert run_ranks(2, rank) == [[[1.5], [mean, 2 * mean], [1.5, 3.0]]] * 2
