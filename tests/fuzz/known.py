@@ -4,13 +4,6 @@ from __future__ import annotations
 
 KNOWN: dict[str, str] = {
     "surplus gradients of some ranks": "ranks that have them finish a round of buckets that others do not begin",
-    "param_groups changed, and the new parameter frozen before the step": "its gradient is not averaged",
-    "surplus gradients of a step that GradScaler skips": "zero_grad() takes them to be still needed",
-    "surplus gradients of a pass for Adasum": "zero_grad() takes them to be still needed",
-    "surplus gradients of some parameters, set to None": "the next backward pass is one too many",
-    "param_groups changed, and a rank without a backward pass": "ranks compare models at different times",
-    "weights in some steps, with a codec": "what was kept in a step without weights is not scaled",
-    "changes of sparse gradients on their way": "with sparse_as_dense they are lost without a word",
 }
 
 

@@ -23,6 +23,9 @@ _OF_DTYPE = {
 _OF_CAST = {"bf16": 2e-2, "fp16": 3e-3, "Rounding": 1e-6}
 _OF_CODEC = {"int8": 0.1, "int4": 0.8, "topk": math.inf, "powersgd": math.inf}
 
+# Twice the step of float16's smallest numbers, which casts, divisions and each rank's part may miss by a half.
+_LEAST_HALVES = 2.4e-7
+
 
 class Tolerance:
     """The tolerances of one optimizer; they are relative to the largest of the gradients that are averaged."""
@@ -31,8 +34,7 @@ class Tolerance:
         compression = str(wrapped.option("compression", ""))
         self._wire = max((of for word, of in _OF_CAST.items() if word in compression), default=0.0)
         self._codec = max((of for word, of in _OF_CODEC.items() if word in compression and hosts > 1), default=0.0)
-        # The step of float16's smallest numbers, which two casts may each miss by a half.
-        self._least = 1.2e-7 if "fp16" in compression else 1e-300
+        self._least = _LEAST_HALVES if "fp16" in compression else 1e-300
         self._frees = bool(wrapped.option("step_on_arrival"))
         self._dtypes: set[torch.dtype] = set()
         self._largest: dict[str, float] = {}
@@ -59,7 +61,8 @@ class Tolerance:
         rel = max([self._wire, _OF_DTYPE[param.dtype], *(_OF_DTYPE[each.dtype] for each in clipped)])
         largest = self._largest.get(name, 0.0)
         lossy = self._codec * self._largest_of_all if self._codec else 0.0
-        return rel * largest + lossy + self._least
+        least = max(self._least, _LEAST_HALVES) if param.dtype is torch.float16 else self._least
+        return rel * largest + lossy + least
 
     def of_param(self, param: Tensor, rate: float) -> float:
         """The same optimizer has had the same gradients."""
