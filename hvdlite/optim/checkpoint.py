@@ -139,7 +139,8 @@ def _named(kind: str, model: Any, optimizer: Any, scheduler: Any, mine: Mapping[
 
 
 def _has_state(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None))
+    # A class has the method too, and no state.
+    return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
 
 
 def _received(path: str, names: list[str], group: Group, process_set: ProcessSet) -> dict[str, Any]:

@@ -10,6 +10,7 @@ rank alone. Both load with ``weights_only=True``: a file from a stranger runs no
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import pickle
@@ -62,10 +63,22 @@ def _save(content: Mapping[str, Any], file: Any) -> None:
     recording = _Recording(file)
     try:
         torch.save(dict(content), recording)  # type: ignore[arg-type]  # all that it uses of a file
-    except RuntimeError:
+    except Exception:
         if recording.error is not None:
             raise recording.error from None
+        for name, value in content.items():
+            _require_savable(name, value)
         raise
+
+
+def _require_savable(name: str, value: Any) -> None:
+    try:
+        torch.save(value, io.BytesIO())
+    except Exception as error:
+        raise TypeError(
+            f"save_checkpoint: {name} cannot be saved: {_first_line(error)}: save tensors, numbers, texts, and lists "
+            "and dicts of these"
+        ) from error
 
 
 def _require_loadable(path: str, content: Mapping[str, Any]) -> None:
@@ -106,8 +119,12 @@ def _sync_directory(directory: str) -> None:
 def read(path: str) -> dict[str, Any]:
     """Returns the content of the file, on the CPU. Raises an OSError, or a ValueError if it is no checkpoint."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file:
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
+        if error.errno == errno.EINVAL:
+            # torch.load looks for the end of a file that has none.
+            raise ValueError(f"{path} is no checkpoint, or was cut off: {error.strerror}") from error
         raise OSError(error.errno, error.strerror, path) from error
     except pickle.UnpicklingError as error:
         raise ValueError(

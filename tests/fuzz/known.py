@@ -4,6 +4,7 @@ from __future__ import annotations
 
 KNOWN: dict[str, str] = {
     "surplus gradients of some ranks": "ranks that have them finish a round of buckets that others do not begin",
+    "param_groups changed, and a rank without a backward pass": "it finds a change within the step sooner: an error",
 }
 
 

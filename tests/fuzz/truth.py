@@ -305,7 +305,7 @@ class Truth:
             for rank in self.ranks:
                 # A parameter is copied without its gradient.
                 self.grads[rank].update(dict.fromkeys(self._names[action.of]))
-            self._averaged[action.of] = False
+            self._averaged[action.of], self._weight[action.of] = False, None
 
     # -- steps
 

@@ -155,6 +155,28 @@ def test_a_file_that_is_none_is_an_error_in_words_on_every_rank(tmp_path, monkey
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("part", [0.01, 0.5, 0.99])
+def test_a_file_that_was_cut_off_is_an_error_that_says_so(tmp_path, part):
+    path = tmp_path / "checkpoint.pt"
+    save(path)
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
+    for outcome in attempt_worlds(2, lambda own: hvd.load_checkpoint(path, model=nn.Module())):
+        assert isinstance(outcome, ValueError), outcome
+        assert f"{path} is no checkpoint, or was cut off" in str(outcome)
+
+
+@pytest.mark.parametrize(
+    "value", [lambda: 1, nn.Linear, (each for each in "ab")], ids=["function", "class", "iterator"]
+)
+def test_a_value_that_cannot_be_saved_is_an_error_that_names_it(tmp_path, value):
+    outcomes = attempt_worlds(2, lambda own: hvd.save_checkpoint(tmp_path / "checkpoint.pt", epoch=1, schedule=value))
+    for outcome in outcomes:
+        assert isinstance(outcome, Exception), outcome
+        assert "save_checkpoint: schedule " in str(outcome)
+    assert isinstance(outcomes[0], TypeError)
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_does_not_fit_on_one_rank_is_an_error_on_all_that_names_it(tmp_path):
     path = tmp_path / "checkpoint.pt"
     save(path)
