@@ -10,6 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -187,8 +188,10 @@ class GradientHooks(ABC):
         if self._group is None:
             assert self._opening is not None, "it has a number"
             self._take(self._opening.wait())
-        while self._uncompared:
-            description = self._uncompared.pop(0)
+        if self._uncompared:
+            # As one, since ranks may have found the changes at other points.
+            description = list(chain.from_iterable(self._uncompared))
+            self._uncompared.clear()
             what = "comparing the models, since optimizer.param_groups has changed"
             raise_difference(self._ranks, compare(self._ranks, description, what))
         assert self._group is not None, "it has been taken"

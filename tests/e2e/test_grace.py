@@ -30,7 +30,7 @@ torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
 loader = itertools.count()
-write = torch.save
+replace = os.replace
 
 def train(batch):
     optimizer.zero_grad()
@@ -39,13 +39,12 @@ def train(batch):
     if batch == 3:
         print("ready", flush=True)
 
-def save_slowly(state, path, **options):
+def replace_slowly(written, path):
     while not os.path.exists("go on"):
         time.sleep(0.02)
-    write(state, path + ".part", **options)
-    os.rename(path + ".part", path)
+    replace(written, path)
 
-torch.save = save_slowly
+os.replace = replace_slowly
 
 """
 # Rank 0 writes its checkpoint when the test tells it to, rank 1 ends without an error.

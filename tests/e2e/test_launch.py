@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -186,6 +187,8 @@ def test_without_the_environment_workers_have_what_is_named_and_what_starts_a_pr
     ours = OWN_VARIABLES | {"TEST_HVDLITE_MARK"}
     unless_set = {"OMP_NUM_THREADS", "PYTHONUNBUFFERED", "GLOO_ENABLE_STORE_V2_API", "GLOO_SOCKET_IFNAME"}
     needed = {"PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONHOME"}
+    # Nothing of the environment's own.
+    assert Path(environment.pop("PYTHONPATH")).parts[-2:] == ("host", "path")
     assert environment.keys() - ours - unless_set - needed == {"NAMED"} | (environment.keys() & {"LC_CTYPE"})
 
 
@@ -206,6 +209,7 @@ def test_a_dry_run_tells_what_a_job_then_sets_and_starts_nothing(launch, tmp_pat
         assert re.fullmatch(directory, environment["HVDLITE_JOB_DIR"])
         assert variables.pop("HVDLITE_STORE").startswith("unix://")
         assert variables.pop("MASTER_PORT") == "<a free port of localhost>"
+        assert variables.pop("PYTHONPATH").startswith("<the directory of hvdlite-run's sitecustomize")
         assert variables.items() <= environment.items()
         assert {"HVDLITE_RANK", "HVDLITE_HOST", "OMP_NUM_THREADS"} <= variables.keys()
 

@@ -210,6 +210,7 @@ class Truth:
     def _zero_grad(self, action: ZeroGrad) -> None:
         chosen = range(len(self._names)) if action.of is None else [action.of]
         if action.of is not None:
+            self._leave_if_found_apart(action.of)
             self.rules.require_alike(self.ranks, action.of)
             self._weight[action.of] = None
         elif any(weight is not None for weight in self._weight):
@@ -230,6 +231,8 @@ class Truth:
         name, of = action.param, self._optimizer_of(action.param)
         if of is not None and self._weight[of] is not None:
             raise Unsettled("a gradient by hand has no weight")
+        if of is not None and name in self._unheard[of]:
+            raise Unsettled("a parameter that was put into the groups is heard from the next step on that begins")
         for rank in self._among(action.ranks):
             drawn = prelude.draw(self.params[name].detach(), action.batch, rank)
             old = self.grads[rank][name]
@@ -268,8 +271,14 @@ class Truth:
             for group in inner.param_groups:
                 group["lr"] *= 0.5
 
+    def _leave_if_found_apart(self, of: int) -> None:
+        begun = {self.rules.has_begun(rank, of) for rank in self.ranks}
+        if self._is_changed[of] and len(begun) > 1:
+            leave_if_known("param_groups changed, and a rank without a backward pass")
+
     def _add_param(self, action: AddParam, at: int) -> None:
         of, name = action.of, action.param.name
+        self._leave_if_found_apart(of)
         self._is_changed[of] |= action.how != "wrapper"
         if action.how != "wrapper":
             self._unheard[of].add(name)
@@ -312,9 +321,7 @@ class Truth:
     def _step(self, action: Step, record: Record | None) -> None:
         if action.inside is not None:
             self._backward(action.inside)
-        begun = {self.rules.has_begun(rank, action.of) for rank in self.ranks}
-        if self._is_changed[action.of] and len(begun) > 1:
-            leave_if_known("param_groups changed, and a rank without a backward pass")
+        self._leave_if_found_apart(action.of)
         if _is_adasum(self._wrapped[action.of]):
             if action.how == "closure":
                 leave_if_known("Adasum with a closure")
