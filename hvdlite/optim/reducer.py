@@ -138,8 +138,11 @@ class Reducer(WorldPlan):
                 self._begin_step()
             backward = number_of_backward()
             if backward not in self._backwards:
-                if self._is_dropped_surplus():
+                if self._is_dropped_surplus(param):
+                    # It belongs to the step that begins now, and not to the one that all ranks drop.
+                    grad, param.grad = param.grad, None
                     self._drop_surplus()
+                    param.grad = grad
                     self._begin_step()
                 self._begin_backward(backward)
             try:
@@ -603,11 +606,16 @@ class Reducer(WorldPlan):
         """
         return bool(backwards) and backwards <= set(self._reducers.stepped_backwards)
 
-    def _is_dropped_surplus(self) -> bool:
-        """Whether a new backward pass finds surplus gradients, and the user has dropped one of them."""
+    def _is_dropped_surplus(self, param: Tensor) -> bool:
+        """Whether a new backward pass finds surplus gradients, of which the user has dropped one.
+
+        ``param`` is the one with the pass's first gradient, to which it must not have been added.
+        """
         if not self._backwards or not (self._is_surplus(self._backwards) or self._is_replaced):
             return False
-        return any(state.ready and state.param.grad is not state.held for state in self._layout.states.values())
+        dropped = [state.param.grad is not state.held for state in self._layout.states.values() if state.ready]
+        own = self._layout.states.get(id(param))
+        return any(dropped) and not (own is not None and own.ready and param.grad is own.held)
 
     @property
     def _is_replaced(self) -> bool:

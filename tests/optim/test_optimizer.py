@@ -109,6 +109,25 @@ def test_gradients_of_another_optimizers_pass_that_were_dropped_cost_no_gradient
     assert run_ranks(2, rank) == [[[-4.5, -4.5]] * 2] * 2
 
 
+def test_gradients_of_another_optimizers_pass_may_be_replaced_where_ranks_then_use_different_parameters():
+    def rank(group: Group) -> list[list[float]]:
+        generator, replaced, other = weight(), weight(), weight()
+        optimizers = [wrap(group, [generator]), wrap(group, [replaced, other])]
+        for _ in range(3):
+            (generator.sum() + replaced.sum() * 100.0).backward()
+            optimizers[0].step()
+            generator.grad = None
+            replaced.grad = torch.full((2,), 4.0 * group.rank)
+            loss = replaced.sum() * (group.rank + 1)
+            (loss + other.sum() * 8.0 if group.rank == 0 else loss).backward()
+            optimizers[1].step()
+            replaced.grad = other.grad = None
+        return [replaced.tolist(), other.tolist()]
+
+    # The averages of 1 and 2 + 4, and of 8 and nothing.
+    assert run_ranks(2, rank) == [[[-10.5, -10.5], [-12.0, -12.0]]] * 2
+
+
 def test_gradients_of_another_optimizers_pass_that_were_set_to_zeros_in_place_are_not_added_to():
     def rank(group: Group) -> None:
         generator, table = weight(), nn.Embedding.from_pretrained(torch.zeros(4, 2), freeze=False)
