@@ -48,6 +48,9 @@ _REFERENCE = "weight_reference"
 # The method with which GradScaler reads the gradients of an optimizer's groups, to unscale them or to look for inf.
 _UNSCALING = GradScaler._unscale_grads_.__name__
 
+# The method of Lightning's precision plugins through which they read the gradients that they clip.
+_CLIPPING = "main_params"
+
 # Warn after this many steps with a single backward pass: fewer may be an accident.
 _SINGLE_PASSES = 3
 
@@ -386,14 +389,20 @@ class AveragingOptimizer(HorovodsAttributes):
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's parameter groups. Reading them is local, and any thread may do so.
 
-        Only where a GradScaler reads them, to unscale the gradients or to look for infinities, this waits for the
-        averages, as `synchronize` does: all ranks must find the same. Before clipping by group, call `synchronize`.
+        Only where a GradScaler reads them, to unscale the gradients or to look for infinities, or Lightning, to clip
+        them, this waits for the averages, as `synchronize` does: all ranks must find the same. Before clipping by group
+        yourself, call `synchronize`.
 
         A parameter that is put into them is averaged from then on, and one that leaves them is let go. Every rank must
         make the same change.
         """
-        if sys._getframe(1).f_code.co_name == _UNSCALING and not self._skipping:
+        reader = sys._getframe(1).f_code.co_name
+        if reader == _UNSCALING and not self._skipping:
             self._average_for_scaler()
+        elif reader == _CLIPPING and not self._skipping:
+            self._reducer.require_own("clipping gradients")
+            self._follow_groups()
+            self._reducer.synchronize()
         return self._optimizer.param_groups
 
     @param_groups.setter
