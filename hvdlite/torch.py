@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from .environment import CheckParameters
 from .errors import HvdliteError
 from .outside_graphs import outside_graphs
 
@@ -90,6 +89,7 @@ if TYPE_CHECKING:
         synchronize,
     )
     from .compression.horovod_compressors import Compression
+    from .environment import CheckParameters
 
 # All of hvdlite's errors derive from this class, so programs that catch Horovod's class catch them.
 HorovodInternalError = HvdliteError
