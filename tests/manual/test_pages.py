@@ -67,6 +67,13 @@ def test_every_snippet_of_a_page_runs(page, program):
     assert count == page.read_text().count("```python")
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=ids)
+def test_text_is_wrapped_at_120_characters(page):
+    text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text())
+    too_long = [line for line in text.splitlines() if len(line) > 120 and not line.startswith(("|", "    "))]
+    assert too_long == []  # rows of tables and indented code cannot be wrapped
+
+
 def commands_of(page: Path) -> list[list[str]]:
     """Returns the words of each hvdlite-run command in indented lines, lists of shell words, and code in sentences."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
