@@ -124,6 +124,7 @@ class ElasticJob:
         # Since it was published: how its members have ended, in order, and why each is gone.
         self._ends: list[Exited | Lost] = []
         self._why_gone: dict[int, str] = {}
+        self._has_ended_members = False  # whether some of them were ended since others could not go on for them
         self._last_failure = ""  # what is said of it, if a limit ends the job
         self._last: FirstFailure | None = None
         self._is_over = False
@@ -376,8 +377,8 @@ class ElasticJob:
                     if self._is_member(worker):
                         self._why_gone[worker] = f"{self._name(worker)} has left: {why}"
                     self._seats.give(worker, {"dismissed": why})
-                case EndWorkers(workers, why):
-                    self._end_workers(workers, why)
+                case EndWorkers(workers, why, is_failure):
+                    self._end_workers(workers, why, is_failure=is_failure)
                 case Say(text):
                     self._screen.say(text)
                 case EndJob(why, is_limit):
@@ -405,7 +406,7 @@ class ElasticJob:
             "process was stopped, or a C extension held the interpreter's lock"
         )
         # At once: a stopped process keeps SIGTERM for later, and a Python handler has no turn in one that hangs.
-        self._end_workers(workers, why, signal.SIGKILL)
+        self._end_workers(workers, why, signal.SIGKILL, is_failure=True)
 
     def _give_up_hosts_that_are_cut_off(self) -> None:
         if self._published is None or not self._decides():
@@ -420,10 +421,15 @@ class ElasticJob:
                 # `on_lost` hangs up on it, whereupon its agent kills all processes there.
                 self._post(Lost(host, why))
 
-    def _end_workers(self, workers: Collection[int], why: str, signum: int = signal.SIGTERM) -> None:
+    def _end_workers(
+        self, workers: Collection[int], why: str, signum: int = signal.SIGTERM, *, is_failure: bool = False
+    ) -> None:
+        """``is_failure``: see `EndWorkers`."""
         self._told_to_end.update(dict.fromkeys(workers, why))
         for worker in filter(self._is_member, workers):
-            self._why_gone.setdefault(worker, f"{self._name(worker)} was ended: {why}")
+            words = self._why_gone.setdefault(worker, f"{self._name(worker)} was ended by hvdlite-run: {why}")
+            if is_failure:
+                self._last_failure, self._has_ended_members = words, True
         self._kill_at.update(dict.fromkeys(workers, self._now() + FAILURE_GRACE_S))
         self._signal_workers(workers, signum)
 
@@ -449,6 +455,7 @@ class ElasticJob:
         self._published, self._late_at = generation, None
         self._links.forget_all()
         self._names = {worker: self._name(worker) for worker in now}
+        self._has_ended_members = False
         for kept in (self._ends, self._why_gone, self._connected):
             kept.clear()
         ranks = "1 rank" if len(now) == 1 else f"{len(now)} ranks"
@@ -510,6 +517,11 @@ class ElasticJob:
             self.decide(Outcome(1, f"{why}. {self._last_failure}" if is_limit and self._last_failure else why))
             self._ending.end()
             return
+        if self._has_ended_members:
+            # Not only those that have failed by themselves.
+            self.decide(Outcome(1, f"no rank is left: {'; '.join(dict.fromkeys(self._why_gone.values()))}"))
+            self._ending.end()
+            return
         self._last = FirstFailure({}, self._ending, self._roster, start_timeout_s=self._start_timeout_s)
         for end in self._ends:
             if isinstance(end, Exited):
@@ -534,7 +546,7 @@ class ElasticJob:
         if end.worker in self._refusals:
             return f"{name} could not be started: {self._refusals[end.worker]}"
         if end.worker in self._told_to_end:
-            return f"{name} was ended: {self._told_to_end[end.worker]}"
+            return f"{name} was ended by hvdlite-run: {self._told_to_end[end.worker]}"
         if end.returncode == 0:
             return None
         if end.returncode < 0:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from ..plan.elastic_spec import OnFailure, Policy
 from ..wire.messages import Newcomers
@@ -75,8 +76,11 @@ class Dismiss:
 
 @dataclass(frozen=True)
 class EndWorkers:
+    """``is_failure``: others cannot go on for these workers, so their end may be the cause of the job's."""
+
     workers: tuple[int, ...]
     why: str
+    is_failure: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,14 +125,22 @@ class _Worker:
         return self.why_dismissed is not None
 
 
+class _WaitFor(Enum):
+    """What the next generation waits for, and who waits."""
+
+    LATE = auto()  # members that have not left the last generation; others of it have
+    STATE = auto()  # all members that there are, for which only workers wait that have no state of the training
+    MORE = auto()  # more workers
+
+
 @dataclass
 class _Wait:
-    """A wait before the next generation: for members that have not left the last one, or for more workers.
+    """A wait before the next generation, from when somebody began to wait.
 
     ``due_s`` is when `time_passes` must be called.
     """
 
-    is_for_late: bool
+    what: _WaitFor
     since_s: float
     is_told: bool = False
     due_s: float = math.inf
@@ -220,7 +232,7 @@ class Membership:
         if self._is_over or not self._has_hosts:
             return None
         due = [self._slots.next_change_s()]
-        if self._wait is not None:
+        if self._wait is not None and math.isfinite(self._wait.due_s):
             due.append(self._wait.due_s)
         return min((at_s for at_s in due if at_s is not None), default=None)
 
@@ -231,12 +243,8 @@ class Membership:
         """
         if self.current is None:
             return {each.number for each in self._workers.values() if each.asks_after is not None}
-        members = self._members()
-        waiting = [each for each in members if each.asks_after is not None]
-        # What the ranks said as they asked the last time holds for this generation, too.
-        if len(members) < self._most() and all(each.newcomers is not Newcomers.NEVER for each in members):
-            waiting += self._joiners()
-        return {each.number for each in waiting}
+        members = [each for each in self._members() if each.asks_after is not None]
+        return {each.number for each in [*members, *self._waiting_joiners()]}
 
     # ------------------------------------------------------------- what to do
 
@@ -275,10 +283,9 @@ class Membership:
         staying = [] if self._may_remove() else [e for e in self._members() if not self._slots.is_there(e.place)]
         numbers = [each.number for each in staying]
         if staying and numbers != self._told_of_staying:
-            names = ", ".join(f"worker {each.number} on {each.place.host}" for each in staying)
             yield Say(
-                f"the new list of hosts leaves fewer than {self._words_of_least().removeprefix('at least ')}: {names} "
-                f"{'stays' if len(staying) == 1 else 'stay'} until workers on other hosts have come"
+                f"the new list of hosts leaves fewer than {self._words_of_least().removeprefix('at least ')}: "
+                f"{_names(staying)} {'stays' if len(staying) == 1 else 'stay'} until workers on other hosts have come"
             )
         self._told_of_staying = numbers
 
@@ -324,10 +331,9 @@ class Membership:
                     "Where that is one host, --on-failure replace starts a new worker on it"
                 )
             if self._causes and (idle := self._started()):
-                names = ", ".join(f"worker {each.number} on {each.place.host}" for each in idle)
                 yield Say(
-                    f"no rank is left that has the state of the training, with which {names} could go on: start the "
-                    "job again, from a checkpoint if the program has saved one"
+                    f"no rank is left that has the state of the training, with which {_names(idle)} could go on: start "
+                    "the job again, from a checkpoint if the program has saved one"
                 )
             yield from self._end(None if self._causes else "all hosts have been removed")
             return
@@ -336,7 +342,7 @@ class Membership:
             yield from self._notify(members, joiners)
             return
         if late := [each for each in members if each.asks_after is None]:
-            yield from self._wait_for_late(late, wait, now_s)
+            yield from self._wait_for_late(late, leaving, wait, now_s)
             return
         if self.current is None and self._has_starting():
             return
@@ -359,32 +365,52 @@ class Membership:
                 # Those that could not come into this one come into the next.
                 yield from self._notify(self._members(), self._joiners())
 
-    def _wait_for_late(self, late: Sequence[_Worker], wait: _Wait | None, now_s: float) -> Iterator[Action]:
-        """Waits for members that have not left an ended generation, and ends them after --elastic-timeout."""
-        limit_s = self._policy.elastic_timeout_s
-        self._wait = wait if wait is not None and wait.is_for_late else _Wait(is_for_late=True, since_s=now_s)
+    def _wait_for_late(
+        self, late: Sequence[_Worker], leaving: Sequence[_Worker], wait: _Wait | None, now_s: float
+    ) -> Iterator[Action]:
+        """Waits for members that have not left an ended generation, while somebody waits for them.
+
+        They are ended --elastic-timeout after the first of those ``leaving``, who have the state of the training, too.
+        Workers that are to join can only wait: without the late members there would be nothing to join.
+        """
+        what = _WaitFor.LATE if leaving else _WaitFor.STATE
+        limit_s = self._policy.elastic_timeout_s if leaving else math.inf
+        waiting = leaving or self._waiting_joiners()
+        if not waiting:
+            return
+        self._wait = wait if wait is not None and wait.what is what else _Wait(what, since_s=now_s)
         waited_s = now_s - self._wait.since_s
         self._wait.due_s = self._wait.since_s + limit_s
-        names = ", ".join(f"worker {each.number} on {each.place.host}" for each in late)
         if waited_s >= limit_s:
             self._wait = None
-            why = f"did not come to the next generation within {limit_s:g} s (--elastic-timeout)"
-            self._causes.append(f"{names} {why}")
-            for each in late:
-                each.is_being_ended = True
-            yield EndWorkers(tuple(each.number for each in late), f"it {why}")
-            for each in late:
-                yield from self._count_failure(each.place, f"{names} {why}", now_s)
-            if not self._is_over:
-                yield from self._next_generation(None, now_s)
+            yield from self._end_late(late, waiting, now_s)
         elif waited_s >= _TELL_OF_LATE_S and not self._wait.is_told:
             self._wait.is_told = True
-            yield Say(
-                f"the next generation has been waiting {waited_s:.0f} s for {names}: a long computation, or a hang. "
+            then = (
                 f"What does not come within {limit_s:g} s (--elastic-timeout) is ended"
+                if leaving
+                else f"Nobody else has the state of the training, so {_names(waiting)} can only wait"
+            )
+            yield Say(
+                f"the next generation has been waiting {waited_s:.0f} s for {_names(late)}: a long computation, or a "
+                f"hang. {then}"
             )
         elif not self._wait.is_told:
             self._wait.due_s = self._wait.since_s + min(_TELL_OF_LATE_S, limit_s)
+
+    def _end_late(self, late: Sequence[_Worker], waiting: Sequence[_Worker], now_s: float) -> Iterator[Action]:
+        why = (
+            f"did not come to the next generation within {self._policy.elastic_timeout_s:g} s (--elastic-timeout) of "
+            f"the first that did: {_names(waiting)} waited"
+        )
+        self._causes.append(f"{_names(late)} {why}")
+        for each in late:
+            each.is_being_ended = True
+        yield EndWorkers(tuple(each.number for each in late), f"it {why}", is_failure=True)
+        for each in late:
+            yield from self._count_failure(each.place, f"{_names(late)} {why}", now_s)
+        if not self._is_over:
+            yield from self._next_generation(None, now_s)
 
     def _last_ends(self, members: Sequence[_Worker], wait: _Wait | None, now_s: float) -> Iterator[Action]:
         """Ends the job after a rank has ended with exit code 0: well if all others do so too.
@@ -408,7 +434,7 @@ class Membership:
             # They go back to a commit, to train again what needs those that are done.
             yield from self._end(None)
         elif late := [each for each in living if each.asks_after is None]:
-            yield from self._wait_for_late(late, wait, now_s)
+            yield from self._wait_for_late(late, asking, wait, now_s)
         else:
             yield from self._publish(asking)
 
@@ -453,8 +479,8 @@ class Membership:
     def _wait_for_more(self, wait: _Wait | None, now_s: float) -> Iterator[Action]:
         """Waits until there are enough workers. It waits twice as long if enough of them have been started."""
         limit_s, times = self._policy.elastic_timeout_s, "--elastic-timeout"
-        if wait is None or wait.is_for_late:
-            wait = _Wait(is_for_late=False, since_s=now_s)
+        if wait is None or wait.what is not _WaitFor.MORE:
+            wait = _Wait(_WaitFor.MORE, since_s=now_s)
             yield Say(
                 f"waiting {limit_s:g} s ({times}) for {self._words_of_least()}: so far {self._words_of_what_there_is()}"
             )
@@ -552,11 +578,22 @@ class Membership:
             if each.since is None and each.asks_after is not None and self._may_join(each)
         ]
 
+    def _waiting_joiners(self) -> list[_Worker]:
+        """Returns those of `_joiners` with which the ranks can go on, and for which there is room."""
+        members = self._members()
+        # What the ranks said as they asked the last time holds for this generation, too.
+        can_go_on = all(each.newcomers is not Newcomers.NEVER for each in members)
+        return self._joiners() if can_go_on and len(members) < self._most() else []
+
     def _may_join(self, worker: _Worker) -> bool:
         return not worker.is_dismissed and not worker.is_being_ended and self._slots.is_there(worker.place)
 
     def _has_starting(self) -> bool:
         return any(each.since is None and each.asks_after is None for each in self._workers.values())
+
+
+def _names(workers: Iterable[_Worker]) -> str:
+    return ", ".join(f"worker {each.number} on {each.place.host}" for each in workers)
 
 
 def _count(number: int, what: str) -> str:

@@ -430,7 +430,8 @@ def test_a_worker_that_no_longer_responds_is_ended_and_the_others_finish_the_ste
     assert survivors.keys() == {0, 1, 2} - {int(died[0])}
     assert_all_have(by_one_process(died), survivors)
     assert (
-        f"worker {died[0]} (rank {died[0]} on localhost) was ended: it did not respond for 14 s (--hang-timeout)" in err
+        f"worker {died[0]} (rank {died[0]} on localhost) was ended by hvdlite-run: it did not respond for 14 s "
+        "(--hang-timeout)" in err
     )
     # Before that a report says where it stands.
     assert re.search(rf"report 1 on 3 ranks, since rank {died[0]} has not responded for \d+ s\n", err), err

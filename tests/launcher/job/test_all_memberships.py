@@ -121,7 +121,9 @@ class World:
                     worker = self.workers[number]
                     assert worker.does in (WAITING, ENDING), "it has not asked"
                     worker.does = DISMISSED if worker.does == WAITING else ENDING
-                case EndWorkers(numbers, _):
+                case EndWorkers(numbers, _, is_failure):
+                    is_awaited = any(self.workers[number].does == WAITING for number in self.members_left())
+                    assert is_awaited or not is_failure, "nobody waits for them that has the state"
                     for number in numbers:
                         assert self.workers[number].does != ENDING
                         self.workers[number].does = ENDING
@@ -129,6 +131,9 @@ class World:
                     self.is_over = True
                 case Say():
                     pass
+
+    def members_left(self):
+        return self.workers.keys() & set(self.members)
 
     def is_usable(self, host):
         return self.hosts.get(host, 0) > 0 and self.membership.barred_until_s(host) <= self.now_s
@@ -170,9 +175,6 @@ class World:
         waiting = [number for number, worker in self.workers.items() if worker.does == WAITING]
         if not is_whole and any(number in self.members for number in waiting):
             assert deadline_s is not None, "survivors wait for those that may never come"
-        if not is_whole and any(worker.does == RUNNING for worker in self.workers.values()):
-            finished = bool(self.membership._done)
-            assert deadline_s is not None or finished, "those that have not left may never do"
         for number in waiting:
             assert number in self.membership._workers
             place = self.workers[number].place
@@ -241,7 +243,7 @@ class World:
             bool(membership._done),
             membership._notified,
             membership._has_hosts,
-            None if wait is None else (wait.is_for_late, wait.since_s - self.now_s, wait.is_told),
+            None if wait is None else (wait.what, wait.since_s - self.now_s, wait.is_told),
         )
 
 

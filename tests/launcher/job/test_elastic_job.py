@@ -363,7 +363,7 @@ def test_workers_of_a_blacklisted_host_are_ended_and_killed_if_they_do_not_end()
     assert played.signals == [(0, [0], TERM), (FAILURE_GRACE_S, [0], KILL)]
     why = "a gets no more workers after a failure"
     killed = "worker 1 (rank 1 on a) was killed by SIGKILL"
-    assert played.said[-1] == f"generation 2: 1 rank; worker 0 (rank 0 on a) was ended: {why}; {killed}"
+    assert played.said[-1] == f"generation 2: 1 rank; worker 0 (rank 0 on a) was ended by hvdlite-run: {why}; {killed}"
 
 
 def test_a_worker_that_is_ended_with_its_host_and_ends_well_is_no_rank_that_is_done():
@@ -641,6 +641,37 @@ def test_a_worker_of_a_host_that_comes_before_the_first_generation_has_as_long_f
 def test_a_dismissed_worker_that_asks_again_is_told_again():
     played = Played(*begins(a=1, b=1), found(a=1), *asks(1, after=1), *asks(1, after=1))
     assert played.seat(1, 1) == {"dismissed": "b has been removed from the job"}
+
+
+# ---------------------------------------------- ranks for which others cannot go on
+
+LATE = (
+    "worker 0 (rank 0 on a) was ended by hvdlite-run: it did not come to the next generation within 50 s "
+    "(--elastic-timeout) of the first that did: worker 2 on b waited"
+)
+LATE_0 = [KILLED_1, *asks(2, after=1), TIME_PASSES]  # worker 0 does not come, for which worker 2 waits
+
+
+def test_the_end_of_a_job_says_who_was_ended_for_whom_and_not_only_who_failed_before_by_itself():
+    policy = {"on_failure": OnFailure.SHRINK, "elastic_timeout_s": 50}
+    played = Played(*begins(a=2, b=1), *LATE_0, TIME_PASSES, TIME_PASSES, Exited(0, -15), Exited(2, -15),
+                    min_np=2, **policy)  # fmt: skip
+    assert played.outcome.message.endswith(f"only 1 worker, and 3 slots (a:2, b:1), of which 2 stay empty after "
+                                           f"failures. {LATE}")  # fmt: skip
+
+
+def test_where_no_rank_is_left_the_end_says_which_was_ended_by_the_launcher():
+    def is_ended(job):
+        assert [signalled for _, *signalled in job.signals] == [[[0], KILL]]
+
+    killed = "worker 1 (rank 1 on a) was killed by SIGKILL"
+    half_a_minute = a_minute_in_which_only(2)[:26]
+    script = [KILLED_1, *asks(2), *half_a_minute, is_ended, Exited(0, -9), Exited(2, -15)]
+    played = Played(*begins(a=2), *script, hang_timeout_s=30)
+    assert played.outcome.exit_code == 1
+    assert played.outcome.message.startswith(
+        f"no rank is left: {killed}; worker 0 (rank 0 on a) was ended by hvdlite-run: it did not respond for 30 s "
+    )
 
 
 # ------------------------------------------------------------- a network that is cut

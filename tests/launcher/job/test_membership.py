@@ -492,7 +492,8 @@ def test_a_member_that_does_not_leave_an_ended_generation_is_told_of_and_ended_s
     assert job.wait(1).last == []
     assert job.membership.deadline_s() == 100
     ended, published = job.wait(39).last
-    assert ended == EndWorkers((2,), "it did not come to the next generation within 100 s (--elastic-timeout)")
+    why = "it did not come to the next generation within 100 s (--elastic-timeout) of the first that did"
+    assert ended == EndWorkers((2,), f"{why}: worker 1 on a waited", is_failure=True)
     assert [each.worker for each in published.generation.members] == [1]
     assert "worker 2 on a did not come" in published.generation.why
     assert job.membership.deadline_s() is None
@@ -503,8 +504,44 @@ def test_a_member_that_leaves_late_is_in_the_next_generation_and_the_wait_begins
     job.kill(0).ask(1).wait(99).ask(2)
     assert job.generations[-1] == [1, 2]
     assert job.membership.deadline_s() is None
-    job.wait(1000).kill(1)
+    job.wait(1000).found({"a": 3, "b": 1}).kill(1)
+    assert job.membership.deadline_s() is None
+    job.found({"b": 1})
+    assert job.ask(2).generations[-1] == [2]
+    job = running({"a": 4}, elastic_timeout_s=100, on_failure=OnFailure.SHRINK)
+    job.kill(0).ask(1).wait(99).kill(1).wait(99).ask(2)
     assert job.membership.deadline_s() == job.now_s + 60
+
+
+def test_ranks_that_compute_after_a_loss_are_left_alone_while_no_other_rank_waits():
+    for on_failure in (OnFailure.SHRINK, OnFailure.REPLACE):
+        job = running({"a": 3}, elastic_timeout_s=100, on_failure=on_failure).kill(0)
+        assert job.membership.deadline_s() is None
+        job.wait(1000).ask(1)
+        assert job.membership.deadline_s() == job.now_s + 60, "the time begins when one asks"
+        assert not job.of(EndWorkers)
+        assert job.wait(99).ask(2).generations[-1] == [1, 2]
+        assert not job.of(EndWorkers)
+
+
+def test_a_new_worker_waits_for_ranks_that_have_the_state_as_long_as_they_compute_and_that_is_told():
+    job = running({"a": 2}, elastic_timeout_s=100).kill(1).wait(1000).ask(2)
+    assert job.membership.deadline_s() == job.now_s + 60
+    (told,) = job.wait(60).last
+    assert told.text == (
+        "the next generation has been waiting 60 s for worker 0 on a: a long computation, or a hang. Nobody else has "
+        "the state of the training, so worker 2 on a can only wait"
+    )
+    assert job.membership.deadline_s() is None
+    assert job.wait(1000).last == []
+    assert job.ask(0).generations[-1] == [0, 2]
+
+
+def test_a_spare_for_which_there_is_no_place_waits_for_nobody():
+    job = running({"a": 3}, max_np=2, spares=1).ask(0)
+    assert job.membership.deadline_s() is not None
+    job = running({"a": 4}, max_np=2, spares=2, elastic_timeout_s=100).ask(2, 3).kill(1).ask(0)
+    assert job.generations[-1] == [0, 2]
 
 
 def test_a_member_that_ignores_that_hosts_have_changed_while_others_leave_is_not_waited_for_for_ever():
@@ -557,14 +594,18 @@ def test_a_worker_that_never_leaves_an_ended_generation_has_failed():
     ended = hang(on_failure=OnFailure.BLACKLIST, min_np=1).of(EndWorkers)
     assert [each.workers for each in ended] == [(1, 2)], "the failure of worker 0 has barred its host already"
     job = running({"a": 2}, on_failure=OnFailure.STOP, elastic_timeout_s=100).ask(0).wait(60).wait(40)
-    assert job.over == EndJob("worker 1 on a did not come to the next generation within 100 s (--elastic-timeout)")
+    assert job.over == EndJob(
+        "worker 1 on a did not come to the next generation within 100 s (--elastic-timeout) of the first that did: "
+        "worker 0 on a waited"
+    )
 
 
-def test_members_that_stay_in_a_generation_that_a_dismissed_one_has_left_are_not_waited_for_for_ever():
-    job = running({"a": 1, "b": 1}, elastic_timeout_s=100).found({"a": 1}).ask(1)
-    assert job.membership.deadline_s() == 60
+def test_members_that_stay_in_a_generation_that_a_dismissed_one_has_left_keep_nobody_waiting_until_others_ask():
+    job = running({"a": 2, "b": 1}, elastic_timeout_s=100).found({"a": 2}).ask(2)
+    assert job.membership.deadline_s() is None
+    assert job.wait(60).ask(1).membership.deadline_s() == 120
     assert job.wait(60).of(Say)[0].text.startswith("the next generation has been waiting 60 s for worker 0 on a:")
-    assert job.ask(0).generations[-1] == [0]
+    assert job.ask(0).generations[-1] == [0, 1]
 
 
 def test_a_dismissed_worker_that_asks_again_is_told_again():
