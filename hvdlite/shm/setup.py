@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import Store
 from ..comm.gloo import InitTimeout
 from ..errors import CommunicationError
 from ..signing import TAG_BYTES, Signer
-from .control_block import CONTROL_BLOCK_BYTES, ControlBlock
+from .control_block import CONTROL_BLOCK_BYTES, FAILED, ControlBlock
 from .futex import is_available
 from .peers import Peers
 from .segment import Address, NoMemoryError, Piece, Segment
@@ -85,6 +85,8 @@ def exchange_control_blocks(
         try:
             context = _make_context(own, rank, infos, init_timeout.timeout)
             undo.callback(context.peers.close)
+            # If only this rank fails in what follows, the others begin to use the engine, and wait for this rank there.
+            undo.callback(context.peers.leave, FAILED)
         except (NoMemoryError, OSError, ValueError) as error:
             result = {"error": str(error)}
         results = _exchange(store, "result", rank, size, result, wait, signer)

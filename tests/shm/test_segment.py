@@ -294,6 +294,37 @@ def test_engines_over_one_segment_may_come_and_go() -> None:
     assert attempt_threads(2, on_rank) == [None, None]
 
 
+def test_a_rank_that_alone_fails_at_the_end_of_the_setup_ends_the_waits_of_those_that_use_the_engine() -> None:
+    """As in an elastic job, where the store may refuse the last answer to some of the ranks once one is lost."""
+    store = dist.HashStore()
+
+    def wait(store: dist.Store, keys: Any) -> None:
+        store.wait(list(keys), TIMEOUT)
+        if threading.current_thread() is failing and "result" in keys[0]:
+            raise RuntimeError("a rank was lost")
+
+    failing: threading.Thread | None = None
+
+    def on_rank(rank: int) -> None:
+        nonlocal failing
+        if rank == 1:
+            failing = threading.current_thread()
+        timeout = InitTimeout(TIMEOUT)
+        context = exchange_control_blocks(store, rank, 3, Segment(), timeout, Signer(b"test"), wait)
+        engine = ShmEngine(context, "test")
+        try:
+            engine.barrier().wait()
+        finally:
+            engine.close()
+
+    first, second, third = map(str, attempt_threads(3, on_rank))
+    assert "setting up shared memory failed on rank 1 of 3" in second
+    assert "a rank was lost" in second
+    for each in (first, third):
+        assert "rank 1 of this group" in each
+        assert "has failed with an error of its own" in each
+
+
 def test_a_piece_costs_no_file_descriptor() -> None:
     def on_rank(engine: ShmEngine) -> None:
         tensors: list[Any] = [engine.empty(2 * MIB, torch.uint8) for _ in range(20)]
