@@ -100,7 +100,7 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=ids)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=ids)
 def test_every_link_of_a_page_leads_somewhere(page):
     targets = re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text())
     for target in targets:
@@ -125,6 +125,11 @@ def test_the_manual_has_every_page_in_its_contents():
     index = (ROOT / "docs" / "index.md").read_text()
     pages = {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"}
     assert {line for line in index.splitlines() if line in pages} == pages
+
+
+def test_readme_leads_to_every_page():
+    linked = set(re.findall(r"\]\(docs/([\w-]+)\.md", (ROOT / "README.md").read_text().split("## The manual")[1]))
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} - linked == {"index"}
 
 
 def test_llms_txt_lists_every_page_under_its_title_in_the_order_of_the_index():
