@@ -20,7 +20,7 @@ import hvdlite.torch as hvd
 from hvdlite.environment import read_environment
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-horovod.md"
-STATES = {"same", "better", "accepted", "refused", "not there"}
+STATES = {"same", "better", "ignored", "refused", "not there"}
 
 
 def rows() -> list[tuple[str, str, str]]:
@@ -81,7 +81,7 @@ def test_a_module_is_there_unless_it_is_said_not_to_be(name):
 def test_a_flag_does_what_the_page_says(name):
     assert any(name in action.option_strings for action in Parser().flags)
     kinds = {type(row) for row in ROWS if name in row.names}
-    expected = "accepted" if Idle in kinds else None
+    expected = "ignored" if Idle in kinds else None
     assert STATE_OF[name] == expected or (expected is None and STATE_OF[name] in ("same", "better"))
 
 
@@ -94,5 +94,5 @@ def test_a_variable_means_what_the_page_says(name):
     is_read = said != read_environment({}) and not said.remarks
     has_remark = any(name in remark for remark in said.remarks)
     of_launcher = name in OWN_VARIABLES or name in ("HOROVOD_START_TIMEOUT", "HOROVOD_ELASTIC_TIMEOUT")
-    expected = "same" if is_read or of_launcher else "accepted" if has_remark else "not there"
+    expected = "same" if is_read or of_launcher else "ignored" if has_remark else "not there"
     assert STATE_OF[name] == expected
