@@ -12,18 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import few_cases
 import hypothesis
 import pytest
-from few_cases import pytest_collection_modifyitems
+import second_try
+import stress
 
 # Turns off PyTorch's flight recorder. In 2.11 it notes every collective in a map without a lock, which is unsafe here,
 # because ranks are threads.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 import hvdlite as hvd
-
-# A hook of pytest is whatever has its name here.
-__all__ = ["pytest_collection_modifyitems"]
 
 # With pytest-xdist, all tests of such a file run one after the other in one process.
 ONE_AFTER_THE_OTHER = {
@@ -42,6 +41,12 @@ hypothesis.settings.load_profile("untimed")
 def _leave_no_world_behind() -> Iterator[None]:
     yield
     hvd.shutdown()
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Registers the plugins that are modules of tests/helpers."""
+    for plugin in (few_cases, second_try, stress):
+        pluginmanager.register(plugin)
 
 
 def pytest_configure(config: pytest.Config) -> None:
