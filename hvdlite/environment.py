@@ -377,7 +377,10 @@ _NAME_OF = {each.name: each.names[0] for each in SET_FOR_WORKERS}
 OF_USERS = (*READ_BY_INIT.values(), *READ_ELSEWHERE)
 """All variables that a user may set, in the order of docs/variables.md."""
 
-KNOWN = frozenset(name for each in (*OF_USERS, *SET_FOR_WORKERS) for name in each.names)
+PLACE_TAKEN = "HVDLITE_PLACE_TAKEN"
+"""The variable that a rank sets for the programs that it starts; see `rendezvous.taken_place`."""
+
+KNOWN = frozenset(name for each in (*OF_USERS, *SET_FOR_WORKERS) for name in each.names) | {PLACE_TAKEN}
 
 
 def launcher_variable(name: str, environ: Mapping[str, str]) -> str:

@@ -99,10 +99,11 @@ _PEER_LOSS_WORDS = (
 )
 
 
-def _words_of(error: BaseException) -> str:
+def words_of(error: BaseException) -> str:
+    """Returns the text of any error, "" for one of the program's own class whose ``__str__`` raises."""
     try:
         return str(error)
-    except Exception:  # noqa: BLE001  # the program's own class has a faulty __str__, which must not hide its error
+    except Exception:  # noqa: BLE001  # whatever it raises must not hide the error
         return ""
 
 
@@ -112,7 +113,7 @@ def says_peer_lost(error: BaseException) -> bool:
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))
-        text = _words_of(current).lower()
+        text = words_of(current).lower()
         if isinstance(current, PeerLostError) or any(words in text for words in _PEER_LOSS_WORDS):
             return True
         current = current.__cause__ or current.__context__

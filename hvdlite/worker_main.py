@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Mapping
 
 from .environment import launcher_variable
+from .errors import words_of
 from .rendezvous.launchers import read_elastic_worker
 from .rendezvous.store_client import StoreClient, StoreRequest
 from .runtime.world import last_seat
@@ -55,7 +56,7 @@ def _pickled(value: object, what: str) -> bytes:
     try:
         data: bytes = cloudpickle.dumps(value)
     except Exception as error:
-        raise pickle.PicklingError(f"{what} cannot be pickled, to be sent back: {error}") from error
+        raise pickle.PicklingError(f"{what} cannot be pickled, to be sent back: {words_of(error)}") from error
     return data
 
 

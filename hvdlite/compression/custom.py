@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import words_of
+
 
 @dataclass(slots=True)
 class Packed:
@@ -102,7 +104,9 @@ class CustomCompression:
             with torch.no_grad():
                 return method(*arguments)
         except Exception as error:
-            raise ValueError(f"compression={self!r}: {call} raised {type(error).__name__} for {of}: {error}") from error
+            raise ValueError(
+                f"compression={self!r}: {call} raised {type(error).__name__} for {of}: {words_of(error)}"
+            ) from error
 
     def _require_carried(self, result: Tensor, like: Tensor, what: str, of: str) -> None:
         """Raises ValueError unless ``result`` is a dense tensor on the device of ``like``."""

@@ -15,6 +15,7 @@ import queue
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from ..errors import words_of
 from ..faults import point
 from ..log import log
 from ..outside_graphs import keep_outside_graphs
@@ -239,7 +240,8 @@ class ObjectState(State):
         except Exception as error:
             raise TypeError(
                 f"{type(self).__name__}({name}=...) cannot be saved: copying a {type(value).__name__} failed with "
-                f"{type(error).__name__}: {error}. Keep what can be copied in the state, and make the rest anew"
+                f"{type(error).__name__}: {words_of(error)}. Keep what can be copied in the state, and make the rest "
+                "anew"
             ) from error
 
 

@@ -37,6 +37,7 @@ from ..control.operation import (
     Execution,
     Operation,
 )
+from ..errors import words_of
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
@@ -219,7 +220,7 @@ def to_bytes(obj: object, dumps: Dumps | None = None) -> tuple[bytes, Exception 
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return " ".join(f"{type(error).__name__}: {words_of(error)}".split())
 
 
 def from_bytes(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import words_of
 from .broadcast import from_bytes, to_bytes
 
 # A tensor's reference, as JSON; None if the tensor is to be pickled.
@@ -97,7 +98,7 @@ class Encoder:
         self.pickled.append(f"{place} ({type(value).__qualname__})")
         data, error = to_bytes(value, dumps)
         if error is not None:
-            raise TypeError(f"{place} cannot be pickled: {type(error).__name__}: {error}") from error
+            raise TypeError(f"{place} cannot be pickled: {type(error).__name__}: {words_of(error)}") from error
         return ["pickle", base64.b64encode(data).decode()]
 
     def _persistent_id(self, value: object) -> Any:

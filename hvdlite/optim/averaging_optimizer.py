@@ -25,6 +25,7 @@ from ..errors import GradientError
 from ..outside_graphs import keep_outside_graphs
 from .arguments import check_trained, check_weighted, names_of_new
 from .clipping import NormClipper
+from .gradient_state import explaining_lost_graphs
 from .horovod_attributes import HorovodsAttributes
 from .reducer import Reducer
 from .step_by_bucket import StepByBucket
@@ -246,7 +247,8 @@ class AveragingOptimizer(HorovodsAttributes):
             elif self._skipping or by_bucket is None or not by_bucket.take():
                 self._prepare_step()
                 if not self._reducer.is_discarded:
-                    result = self._optimizer.step()
+                    with explaining_lost_graphs():
+                        result = self._optimizer.step()
         if by_bucket is not None:
             by_bucket.drop_gradients()
         self._is_unscaled = False

@@ -8,6 +8,8 @@ creates the states; `reducer` looks one up for every gradient.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor
@@ -76,11 +78,38 @@ def require_sparse_untouched(state: GradientState) -> None:
 def misfit(state: GradientState, grad: Tensor) -> GradientError:
     """Returns the error for a gradient whose dtype or device is not that of its bucket."""
     spec = state.piece.spec
+    if (state.param.dtype, state.param.device, state.param.shape) == (spec.dtype, spec.device, spec.shape):
+        # Before a pass, PyTorch lets a gradient be different from its parameter by this attribute alone.
+        return GradientError(
+            f"parameter {state.name!r} has dtype {spec.dtype} on {spec.device}, and a gradient of {grad.dtype} on "
+            f"{grad.device}: hvdlite averages gradients in the dtype of their parameters. Leave out param.grad_dtype, "
+            "and convert what optimizer.synchronize() has averaged; or keep the parameters in that dtype, and compute "
+            "in the other one with torch.autocast"
+        )
     return GradientError(
         f"parameter {state.name!r} had dtype {spec.dtype} on {spec.device} when the optimizer was wrapped, with shape "
         f"{spec.shape}, and has a gradient of {grad.dtype} on {grad.device} with shape {tuple(grad.shape)} now: move, "
         "convert or resize the model before hvd.DistributedOptimizer(...)"
     )
+
+
+# Of PyTorch's error for a tensor without a graph.
+_NO_GRAPH = "does not require grad and does not have a grad_fn"
+
+
+@contextmanager
+def explaining_lost_graphs() -> Iterator[None]:
+    """Says of an optimizer's step that differentiates gradients why it cannot: averages have no graph."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _NO_GRAPH not in str(error):
+            raise
+        raise GradientError(
+            "the optimizer differentiates the gradients, and averages have no graph, with backward(create_graph=True) "
+            "too: compute its second derivatives before step(), from this rank's own gradients, by "
+            "torch.autograd.grad(loss, params, create_graph=True), and average them with hvd.allreduce"
+        ) from error
 
 
 def changed_too_early(what: str, param: Tensor) -> GradientError:

@@ -428,6 +428,9 @@ class Reducer(WorldPlan):
         missing = () if not waiting else tuple(waiting[0].missing_names())
         buckets = sum(not bucket.asleep for bucket in self._layout.buckets)
         phase = self._phase.value
+        if self._phase is Phase.IDLE:
+            # Those of the step before have all been sent.
+            return Progress(self._trace.optimizer, self._trace.step, phase, buckets, 0, ())
         return Progress(self._trace.optimizer, self._trace.step, phase, buckets, buckets - len(waiting), missing)
 
     # -- checkpoints

@@ -11,6 +11,7 @@ not import torch. The requests and their binary format are a contract with the l
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -136,6 +137,11 @@ class StoreClient:
                 connection.close()
             if isinstance(error, BlockingIOError):
                 raise TimeoutError("no answer in time") from None
+            if isinstance(error, FileNotFoundError) and not os.path.exists(os.path.dirname(self._path)):
+                raise ConnectionError(
+                    f"the job's directory {os.path.dirname(self._path)} has been removed, and with it the way to "
+                    "hvdlite-run's agent: let nothing clean it up while the job runs, or set TMPDIR to another place"
+                ) from error
             if isinstance(error, OSError):
                 raise ConnectionError(
                     f"hvdlite-run's agent on this host has ended, and with it the job's store (socket closed: {error})"

@@ -121,6 +121,11 @@ class HangReporter:
         with contextlib.suppress(OSError), open(self._note, "wb") as file:
             file.write(self._brief_answer())
 
+    def forget_note(self) -> None:
+        """Removes what `note_progress` wrote: the process is a rank again."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._note)
+
     def _brief_answer(self) -> bytes:
         try:
             return json.dumps({"worker": self._worker, **self._describe_briefly()}).encode()

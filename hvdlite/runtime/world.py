@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -39,11 +39,12 @@ from ..outside_graphs import outside_graphs
 from ..rendezvous.given_place import GivenPlace
 from ..rendezvous.key_listener import KeyListener
 from ..rendezvous.last_votes import leave_last_votes, read_last_votes
-from ..rendezvous.launchers import read_elastic_worker, read_placement
+from ..rendezvous.launchers import read_elastic_worker
 from ..rendezvous.process_state import ProcessState
 from ..rendezvous.responder import respond
 from ..rendezvous.seat import Seat, tell_of_program
 from ..rendezvous.store_client import StoreClient
+from ..rendezvous.taken_place import mark_taken, place_in, require_free
 from ..timeline import session as timeline
 from ..values import MOST, seconds, shown, whole_number
 from .bootstrap import enter
@@ -121,6 +122,7 @@ def init(
     try:
         _init(timeout_s, process_sets, hierarchical, check_parameters, survive)
         world = current_world()
+        mark_taken()
         if world.topology.size > 1 and not world.stands_by:
             # hvdlite-run warns by itself, of all ranks.
             warns = not (launcher_variable("JOB_DIR", os.environ) or world.environment.independent)
@@ -148,6 +150,7 @@ def _init(
             'main program under `if __name__ == "__main__":`'
         )
     _require_place_of_its_own()
+    require_free()
     environment = _environment_with(hierarchical, check_parameters, survive)
     timeout = timedelta(seconds=timeout_s or environment.timeout_s)
     _process.init_arguments = {
@@ -216,7 +219,8 @@ def _start_hang_reporter(warn_after_s: float | None) -> None:
             log.info("hvdlite-run --report will have no stacks of this process: %s", error)
             return None
 
-    _process.keep("hang reporter", os.getpid(), start)
+    if (reporter := _process.keep("hang reporter", os.getpid(), start)) is not None:
+        reporter.forget_note()
 
 
 def _describe_for_report() -> dict[str, object]:
@@ -532,17 +536,13 @@ def _require_place_of_its_own() -> None:
     if _process.taken is None:
         return
     parent, environ = _process.taken
-    if dist.is_initialized() or ((place := _place_in(environ)) is not None and place == _place_in(os.environ)):
+    if dist.is_initialized() or ((place := place_in(environ)) is not None and place == place_in(os.environ)):
         raise LaunchEnvironmentError(
             f"hvd.init(): this process (pid {os.getpid()}) is a forked child of rank {parent.rank} (pid {parent.pid}), "
             "and has that rank's place in the job: start it as a new program, for example with subprocess; or delete "
             "the launcher's variables from os.environ first, to be the only rank of a job of its own"
         )
     forks.become_rank()
-
-
-def _place_in(environ: Mapping[str, str]) -> object:
-    return read_elastic_worker(environ) or read_placement(environ)
 
 
 def _own_rank() -> forks.Parent | None:

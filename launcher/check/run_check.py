@@ -17,7 +17,7 @@ from typing import Any
 from ..plan.hosts import Host
 from ..plan.job_spec import JobSpec
 from ..system import process_tree
-from ..system.terminal_text import one_line, say
+from ..system.terminal_text import one_line, say, write
 from . import host_facts
 from .ask_hosts import Question, Reply, ask_hosts
 from .check_table import ASCII, UNICODE, Marks, RoundTrips, show
@@ -145,7 +145,7 @@ def _marks() -> Marks:
 def _print(text: str) -> None:
     # Messages of ssh and torch may contain any characters.
     written = text.encode(sys.stdout.encoding, errors="backslashreplace").decode(sys.stdout.encoding)
-    say(written, sys.stdout)
+    write(written)
 
 
 def _log(job: JobSpec) -> Callable[[str], object]:

@@ -24,7 +24,7 @@ from ..plan.hosts import Host, find_this_machine, parse_hosts, read_hostfile
 from ..plan.job_spec import JobSpec
 from ..plan.slots import plan_slots
 from ..plan.ssh import Ssh
-from ..system.terminal_text import say
+from ..system.terminal_text import say, write
 from ..version import VERSION
 from . import elastic_flags, horovodrun_flags
 from .flag_parser import EXAMPLE, HELP, Parser
@@ -60,10 +60,10 @@ def _run(argv: Sequence[str]) -> int:
     flags, command = Parser().split_command(argv)
     options = read_flags(flags)
     if options.help:
-        print(HELP, end="")
+        write(HELP)
         return 0
     if options.version:
-        print(f"hvdlite-run {VERSION}")
+        write(f"hvdlite-run {VERSION}\n")
         return 0
     if (asked := _asked_of_running_jobs(options, command)) is not None:
         return _show_running_jobs(asked, options, command)
@@ -76,7 +76,7 @@ def _run(argv: Sequence[str]) -> int:
     job = job_of(options, command)
     say_what_has_no_effect(options)
     if options.dry_run:
-        print(_dry_run(job, options), end="", flush=True)
+        write(_dry_run(job, options))
         return 0
     if not command:
         raise UsageError(f"no command to run: put it after the flags, such as: {EXAMPLE}")
@@ -112,13 +112,13 @@ def _show_running_jobs(asked: str, options: argparse.Namespace, command: Sequenc
     from ..report.console import ask_for_report, table_of_jobs  # noqa: PLC0415  # seldom needed
 
     if options.ps:
-        print(table_of_jobs())
+        write(f"{table_of_jobs()}\n")
         return 0
     if options.report is not None:
-        print(ask_for_report(options.report)[0])
+        write(f"{ask_for_report(options.report)[0]}\n")
         return 0
     _, data = ask_for_report(options.diagnose, "--diagnose")
-    print(json.dumps(data, indent=1))
+    write(f"{json.dumps(data, indent=1)}\n")
     return _EXIT_CODES.get(str(data["verdict"]), 1)
 
 

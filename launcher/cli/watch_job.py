@@ -18,7 +18,7 @@ from ..job.live_view import LiveView
 from ..job.screen import draws_in_place, put_all, terminal_size
 from ..job.watch import EACH_S
 from ..report.console import ask_for_view
-from ..system.terminal_text import visible
+from ..system.terminal_text import visible, write
 
 # The first answer has no rates yet.
 _SOON_S = 0.7
@@ -44,9 +44,9 @@ def watch_job(pid: str) -> int:
         else:
             _draw(pid, began, job, view)
     except KeyboardInterrupt:
-        print(f"no longer watched: the job of hvdlite-run {pid} goes on")
+        write(f"no longer watched: the job of hvdlite-run {pid} goes on\n")
         return 0
-    print(f"hvdlite-run {pid} has ended")
+    write(f"hvdlite-run {pid} has ended\n")
     return 0
 
 
@@ -87,7 +87,7 @@ def _beginning_of(pid: str) -> bytes | None:
 def _tell(pid: str, began: bytes | None, job: JobView | None) -> None:
     """Writes a line about the job each 10 s until it has ended."""
     while job is not None:
-        print(job.plain_line(), flush=True)
+        write(f"{job.plain_line()}\n")
         time.sleep(_LINE_EACH_S - _SOON_S)
         if _asked_again(pid, began) is None:  # it has the workers asked
             return

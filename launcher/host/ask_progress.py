@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..plan.worker_environment import progress_file
 from ..wire.messages import Progressed
 from .host_load import HostLoad
 
@@ -48,6 +49,7 @@ class Progress:
         self._load = load
         self._host: dict[str, object] = {}  # what is told of the host with the next worker
         self._number = 0
+        self._job_dir = ""
         self._asked: list[_Asked] = []
         self._silent: dict[int, int] = {}  # the pids of workers that have not answered, by their numbers
         self._unanswered: set[int] = set()  # the pids that this question was for, as long as they have not answered
@@ -59,9 +61,11 @@ class Progress:
         ``facts`` is JSON: ``pid`` of the process that has answered, or else the worker's own, ``cpu_s`` and ``memory``
         (bytes) of that process, ``gpu``, the part of the time in which its GPU computes, if that is known, and
         ``answer``, None if there is none. ``can_answer``: whether a process of this worker has called hvd.init(), and
-        has not ended. The first one has ``host``, see `HostLoad.facts`.
+        has not ended. ``is_ending``: it has left its note of how far it has come, and does not answer any more. The
+        first one has ``host``, see `HostLoad.facts`.
         """
         self._give_up()
+        self._job_dir = job_dir
         self._host = self._load.facts()
         self._number, self._silent, self._unanswered = number, dict(workers), set()
         self._workers.update((pid, worker) for worker, pid in workers.items())
@@ -164,6 +168,7 @@ class Progress:
             "memory": memory,
             "answer": answer,
             "can_answer": can_answer,
+            "is_ending": answer is None and os.path.exists(progress_file(self._job_dir, worker)),
         }
         if (gpu := self._load.gpu_use(pid)) is not None:
             facts["gpu"] = gpu

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import psutil
 
+from ..plan.worker_environment import progress_file
 from ..wire.messages import Reported
 from .stacks_on_signal import STACKS_SIGNAL
 
@@ -117,8 +118,9 @@ def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, dict[str, Any
     ``processes``: the worker's process and its descendants, each with pid, name, state, CPU seconds, bytes of memory
     and command. ``pid`` is the one of these that has called hvd.init(), or else the worker's own. ``answer``: what it
     says of itself, None if nothing. ``stacks``: if it did not answer, the text that faulthandler wrote on a signal,
-    with a first line about its libraries; else None. ``can_answer``: whether it has called hvd.init(). ``load`` and
-    ``cores`` are the host's.
+    with a first line about its libraries; else None. ``can_answer``: whether it has called hvd.init().
+    ``is_ending``: it has left its note of how far it has come, and does not answer. ``load`` and ``cores`` are the
+    host's.
     """
     processes = _processes_of_all(workers)
     can_answer = _outermost(processes, job_dir, "")
@@ -138,6 +140,7 @@ def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, dict[str, Any
             "answer": _parsed(one.answer) if one is not None and one.is_answered else None,
             "stacks": _stacks(one) if one in silent else None,
             "can_answer": worker in can_answer,
+            "is_ending": one is not None and not one.is_answered and os.path.exists(progress_file(job_dir, worker)),
             "load": load[0],
             "cores": os.cpu_count(),
         }

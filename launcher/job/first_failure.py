@@ -48,6 +48,7 @@ class FirstFailure:
         """
         self._ending = ending
         self._roster = roster
+        self._here = {slot.host.label for slot in workers.values() if slot.host.is_here}
         self._done: list[int] = []  # those with exit code 0, in order
         self._init_calls = InitCalls(workers, start_timeout_s, ending.clock)
         self._failed: list[Exited] = []  # the first to fail, if it wrote nothing, and those that failed soon after
@@ -101,7 +102,10 @@ class FirstFailure:
 
     def on_lost(self, lost: Lost) -> None:
         why = lost.why.rstrip(".")
-        self.decide(Outcome(1, f"lost {lost.host}: {why}. Its workers were killed", lost_host=lost.host))
+        # Nobody has seen the end of those on another host, whose agent kills them once it misses the launcher.
+        is_seen = lost.host in self._here
+        end = "Its workers were killed" if is_seen else "If it still runs, it kills its workers by itself"
+        self.decide(Outcome(1, f"lost {lost.host}: {why}. {end}", lost_host=lost.host))
         self._ending.end()
 
     def on_refused(self, refused: Refused) -> None:

@@ -119,6 +119,8 @@ def severity(rank: RankProgress) -> tuple[bool, float, float]:
 
 def trouble_of(rank: RankProgress) -> str:
     """Returns in words what is wrong with a rank, or what it waits for; "" if nothing is."""
+    if rank.is_ending:
+        return "is ending"
     if rank.is_silent:
         return "silent: stopped, or an extension holds its interpreter's lock"
     if rank.cost is not None and rank.cost >= LATE:

@@ -34,7 +34,7 @@ class RankProgress:
     ``gpu_use``: the part of the time in which the GPU of its process computes. ``waits_for`` is what it waits for in
     other ranks, for ``waited_s``. ``cost`` is the part of each step that the job would save if this rank were as fast
     as the others, most of it in ``slow_phase``: `hvd.stragglers` describes it. ``is_silent``: it has called hvd.init()
-    and did not answer the last question.
+    and did not answer the last question. ``is_ending``: it did not, since its part in the job is over.
     """
 
     worker: int
@@ -53,6 +53,7 @@ class RankProgress:
     cost: float | None = None
     slow_phase: str = ""
     is_silent: bool = False
+    is_ending: bool = False
 
     @property
     def step(self) -> int | None:
@@ -213,6 +214,7 @@ class JobProgress:
         before = self._known.get(worker) or RankProgress(worker, record.rank, record.host)
         answer = facts.get("answer")
         has_answered = isinstance(answer, dict)
+        is_ending = not has_answered and facts.get("is_ending") is True
         given = answer if isinstance(answer, dict) else {}
         steps = _steps(given.get("steps")) if has_answered else before.steps
         waits_for, waited_s = _wait(given.get("waits"))
@@ -224,7 +226,8 @@ class JobProgress:
             waits_for=waits_for,
             waited_s=waited_s,
             gpu_use=_part(facts["gpu"]) if "gpu" in facts else None,
-            is_silent=not has_answered and facts.get("can_answer") is True,
+            is_silent=not has_answered and not is_ending and facts.get("can_answer") is True,
+            is_ending=is_ending,
         )
         if not is_last:  # an ended process has no memory, and no times
             now = replace(now, memory=_number(facts.get("memory")), cpu_s=_seconds(facts.get("cpu_s")))

@@ -3,10 +3,10 @@
     RankFacts of all ranks ──► find_cause ──► Cause: ranks, what is with them; and those that wait for them
 
 The kinds are tried in this order, from what is certain to what is likely: no report at all; hosts that do not reach
-each other; a stopped process; one in an uninterruptible wait; one that cannot answer; a program that is in no wait for
-others, while others wait; waits that differ, of which the rarer ones are the exception. Where none of them is rarer,
-each way that ranks have taken is told. If all ranks wait in the same place, the connection between them is the cause,
-or the ranks have all been asked while they were busy.
+each other; a stopped process; one that is ending; one in an uninterruptible wait; one that cannot answer; a program
+that is in no wait for others, while others wait; waits that differ, of which the rarer ones are the exception. Where
+none of them is rarer, each way that ranks have taken is told. If all ranks wait in the same place, the connection
+between them is the cause, or the ranks have all been asked while they were busy.
 """
 
 from __future__ import annotations
@@ -102,6 +102,10 @@ _CERTAIN: tuple[tuple[Callable[[RankFacts], bool], Callable[[RankFacts], str]], 
         lambda each: f"is {each.state}: its process does not run (SIGSTOP, debugger)",
     ),
     (lambda each: each.state == "zombie", lambda _: "has ended, and its process has not been collected yet"),
+    (
+        lambda each: each.is_ending and each.state != "disk-sleep",
+        lambda each: f"is ending: its part in the job is over, and its process has not ended yet. It {where(each)}",
+    ),
     (
         lambda each: each.can_answer and each.source is not Source.ANSWER and each.state == "disk-sleep",
         lambda each: (

@@ -98,7 +98,8 @@ class Process:
 class RankFacts:
     """One rank. ``rank`` is None before it has one. ``processes``: its own, with the descendants. ``addresses`` are its
     own on connections to ranks on other hosts, and ``silent_s`` says for how many seconds nothing has come from
-    other addresses. ``can_answer``: its program has called hvd.init(). ``has_come`` is False if its agent sent
+    other addresses. ``can_answer``: its program has called hvd.init(). ``is_ending``: it does not answer any
+    more, since its part in the job is over. ``has_come`` is False if its agent sent
     nothing in time.
     """
 
@@ -115,6 +116,7 @@ class RankFacts:
     silent_s: Mapping[str, float] = field(default_factory=dict)
     source: Source = Source.NONE
     can_answer: bool = False
+    is_ending: bool = False
     has_come: bool = True
     load: float | None = None
     cores: int | None = None
@@ -165,7 +167,7 @@ class RankFacts:
     @property
     def is_mute(self) -> bool:
         """Whether it did not answer, though its program has called hvd.init()."""
-        return self.can_answer and self.source is not Source.ANSWER
+        return self.can_answer and self.source is not Source.ANSWER and not self.is_ending
 
     def can_run(self) -> bool:
         """Whether the process can run its program: its host answers, and it is not stopped, ended, or mute."""
@@ -218,6 +220,7 @@ def read_facts(text: str, *, worker: int, rank: int | None, host: str, pid: int)
         silent_s=_seconds(answer.get("silent_s")),
         source=source,
         can_answer=facts.get("can_answer") is True,
+        is_ending=facts.get("is_ending") is True,
         load=float(load) if isinstance(load, int | float) else None,
         cores=cores if isinstance(cores, int) else None,
     )

@@ -8,11 +8,14 @@ and pipes get every byte unchanged.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
 from collections.abc import Iterable
 from typing import TextIO
+
+from ..errors import LauncherError
 
 _LONGEST = 4096
 _PLAIN = bytes(range(0x20, 0x7F)) + b"\t\n\r"
@@ -85,6 +88,18 @@ def say(text: str, stream: TextIO | None = None) -> None:
         stream, text = sys.stderr, f"hvdlite-run: {text}\n"
     stream.write(visible(text) if stream.isatty() else text)
     stream.flush()
+
+
+def write(text: str) -> None:
+    """Writes text that the user has asked for to stdout, and flushes; a `LauncherError` says that it cannot."""
+    try:
+        say(text, sys.stdout)
+    except BrokenPipeError:  # the reader has closed it
+        raise
+    except OSError as error:
+        # Else Python would try again at its end, and fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise LauncherError(f"cannot write to stdout: {error.strerror}") from error
 
 
 def command_in_one_line(words: Iterable[object]) -> str:

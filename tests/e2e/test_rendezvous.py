@@ -31,6 +31,19 @@ def _ended_well(job) -> str:
     return out.decode()
 
 
+def test_a_program_that_a_rank_starts_is_refused_its_place_at_once_and_the_ranks_go_on(launch, tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import subprocess, sys, torch, hvdlite as hvd\n"
+        "hvd.init()\n"
+        "again = subprocess.run([sys.executable, *sys.argv], stderr=subprocess.PIPE, text=True, timeout=60)\n"
+        "assert 'was started by a rank of the job' in again.stderr, again.stderr\n"
+        "print(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())\n"
+    )
+    out = _ended_well(launch("-np", "2", sys.executable, str(program)))
+    assert sorted(out.splitlines()) == ["[0]<stdout>:2.0", "[1]<stdout>:2.0"]
+
+
 @pytest.mark.night
 def test_eight_ranks_meet_again_and_again(launch):
     program = (

@@ -254,6 +254,26 @@ def test_an_object_that_cannot_be_pickled_is_an_error_on_all_ranks_that_names_th
             assert (error.__cause__ is not None) == (number == rank_of_it)
 
 
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+class CannotBeSent:
+    def __reduce__(self) -> str:
+        raise MuteError
+
+
+def test_an_object_whose_error_cannot_be_shown_leaves_no_rank_waiting():
+    def rank(group: Group) -> str:
+        obj = CannotBeSent() if group.rank == 0 else None
+        with pytest.raises(TypeError) as caught:
+            hvd.broadcast_object(obj, 0, name="settings")
+        return str(caught.value)
+
+    assert all("the object of rank 0 (node0) cannot be pickled: MuteError" in words for words in run_ranks(2, rank))
+
+
 def test_optimizer_state_that_cannot_be_pickled_is_an_error_on_all_ranks():
     def rank(group: Group):
         optimizer = sgd([nn.Parameter(torch.zeros(1))])

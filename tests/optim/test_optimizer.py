@@ -870,3 +870,24 @@ def test_gradients_assigned_by_hand_beside_some_that_are_missing_are_averaged():
         return [param.tolist() for param in params]
 
     assert run_ranks(2, rank) == [[[-1.5, -1.5], [0.0, 0.0]] * 2] * 2
+
+
+def test_before_the_first_gradient_of_a_step_a_report_counts_no_bucket_as_sent():
+    def rank(group: Group) -> list[int]:
+        model = nn.Linear(2, 1)
+        for param in model.parameters():
+            nn.init.ones_(param)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), process_set=set_of(group)
+        )
+        sent = []
+        for _ in range(2):
+            sent.append(optimizer._reducer.progress().sent)
+            model(torch.ones(1, 2)).sum().backward()
+            sent.append(optimizer._reducer.progress().sent)
+            optimizer.step()
+            optimizer.zero_grad()
+        return sent
+
+    # The first step opens the engine, and sends nothing before.
+    assert run_ranks(2, rank) == [[0, 0, 0, 1]] * 2

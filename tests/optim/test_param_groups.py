@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 from fake_hosts import on
 from ranks import counting, run_ranks, set_of
-from torch import nn
+from torch import Tensor, nn
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
@@ -419,6 +420,40 @@ def test_a_parameter_that_is_resized_is_an_error_that_names_it():
         words = r"'\]\[0\]\" had dtype .* with shape \(3,\), and has a gradient of .* with shape \(5,\) now: .* resize"
         with pytest.raises(hvd.GradientError, match=words):
             backward(inner, 1.0)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this PyTorch has no Tensor.grad_dtype")
+def test_a_gradient_of_another_dtype_than_its_parameter_is_an_error_that_says_how_to_have_one():
+    def rank(group: Group) -> None:
+        inner = sgd([new()])
+        (param,) = params_of(inner)
+        param.grad_dtype = torch.float64
+        optimizer = wrap(group, inner)
+        words = r"has dtype torch.float32 on cpu, and a gradient of torch.float64 on cpu: .* Leave out param.grad_dtype"
+        with pytest.raises(hvd.GradientError, match=words):
+            backward(optimizer, 1.0)
+
+    run_ranks(2, rank)
+
+
+class Differentiates(torch.optim.SGD):
+    """Differentiates the gradients, as optimizers do that estimate a Hessian."""
+
+    def step(self, closure: Any = None) -> None:
+        params = params_of(self)
+        torch.autograd.grad(sum((param.grad**2).sum() for param in params), params)
+
+
+def test_an_optimizer_that_differentiates_gradients_is_told_that_averages_have_no_graph():
+    def rank(group: Group) -> None:
+        optimizer = wrap(group, Differentiates([new()], lr=1.0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch's, of the cycle
+            (params_of(optimizer)[0] ** 2).sum().backward(create_graph=True)
+        with pytest.raises(hvd.GradientError, match=r"averages have no graph.* average them with hvd.allreduce"):
+            optimizer.step()
 
     run_ranks(2, rank)
 

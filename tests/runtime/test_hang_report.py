@@ -82,6 +82,8 @@ def test_what_cannot_be_told_is_told_as_an_error_and_ends_neither_the_thread_nor
         answer = json.loads(reporter.ask())
         assert answer["worker"] == 3
         assert answer["error"].startswith("TypeError: ")
+        reporter.reporter.forget_note()
+        assert not os.path.exists("worker.3.progress")
     finally:
         reporter.close()
 

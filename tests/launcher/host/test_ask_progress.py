@@ -88,6 +88,18 @@ def test_one_that_is_silent_is_told_of_with_the_next_question(host):
     assert all(facts["can_answer"] for facts in host.facts().values())
 
 
+def test_one_that_has_left_its_note_and_does_not_answer_is_ending(host):
+    host.listen(os.getpid())
+    with open("worker.0.progress", "w") as file:
+        file.write("{}")
+    host.take(1, w0=os.getpid(), w1=1)
+    host.answer(os.getpid(), b'{"worker": 0}')
+    host.take(2, w0=os.getpid(), w1=1)
+    host.take(3, w0=os.getpid(), w1=1)
+    told = {key: facts["is_ending"] for key, facts in host.facts().items()}
+    assert told == {(0, 1): False, (1, 1): False, (0, 2): True, (1, 2): False}
+
+
 def test_a_worker_that_has_not_called_init_is_not_silent_because_another_one_is(host):
     host.listen(os.getpid())
     host.take(1, w0=os.getpid(), w1=1)

@@ -85,6 +85,12 @@ def test_what_is_wrong_with_a_rank_stands_beside_it_and_in_the_plain_line(change
     assert plain == "0:12:03: 4 ranks on 2 hosts, step 1234, 35.2 steps/s" + (remark and f"; rank 2 on node1 {remark}")
 
 
+def test_a_rank_that_is_ending_is_said_to_be_and_is_no_trouble():
+    view = job(one(2, is_ending=True))
+    assert lines(view, columns=120)[6].endswith("is ending")
+    assert view.plain_line().endswith("steps/s")
+
+
 def test_an_elastic_job_has_a_generation_and_workers_without_a_rank():
     view = job([RANKS[0], replace(RANKS[1], worker=7, rank=None)], generation=3, faults=1)
     assert lines(view)[0].startswith("── 0:12:03  2 workers on 2 hosts  step 1234  35.2 steps/s  generation 3  1 fault")

@@ -80,6 +80,14 @@ def test_a_rank_that_does_not_answer_keeps_its_steps_and_is_silent():
     assert not job.progress.of(1).is_silent
 
 
+def test_a_rank_that_does_not_answer_since_it_is_ending_is_not_silent():
+    job = Job(2)
+    job.go_on()
+    job.answer(0, can_answer=True, is_ending=True)
+    rank = job.progress.of(0)
+    assert (rank.is_ending, rank.is_silent) == (True, False)
+
+
 def test_the_last_word_of_a_worker_counts_and_leaves_its_memory():
     job = Job()
     job.go_on()

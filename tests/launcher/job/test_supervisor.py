@@ -528,14 +528,22 @@ def test_a_lost_agent_is_named_by_its_host_and_ends_the_rest():
     hosts = (Host("a", 1), Host("b", 1))
     played = Played(Lost("a", "its hvdlite agent ended unexpectedly"), Exited(1, -15), hosts=hosts)
     assert played.exit_code == 1
-    assert played.report == "lost a: its hvdlite agent ended unexpectedly. Its workers were killed"
+    words = "lost a: its hvdlite agent ended unexpectedly. If it still runs, it kills its workers by itself"
+    assert played.report == words
     assert played.signals == [(0, [1], TERM)]
+
+
+def test_of_this_host_it_is_known_that_the_workers_of_a_lost_agent_were_killed():
+    played = Played(
+        Lost("localhost", "its hvdlite agent was killed by SIGKILL"), hosts=(Host("localhost", 1, is_here=True),)
+    )
+    assert played.report == "lost localhost: its hvdlite agent was killed by SIGKILL. Its workers were killed"
 
 
 def test_a_reason_of_ssh_that_ends_with_a_full_stop_is_followed_by_no_second_one():
     hosts = (Host("a", 1), Host("b", 1))
     played = Played(Lost("a", "Connection to a closed by remote host."), Exited(1, -15), hosts=hosts)
-    assert played.report == "lost a: Connection to a closed by remote host. Its workers were killed"
+    assert played.report.startswith("lost a: Connection to a closed by remote host. If it still runs")
 
 
 def test_an_agent_that_is_lost_after_a_failure_is_not_the_cause():

@@ -49,6 +49,7 @@ def test_the_rank_that_waits_for_nobody_is_the_cause_and_its_line_is_told():
     [
         ({"state": "stopped"}, "is stopped: its process does not run"),
         ({"source": Source.SIGNAL}, "does not answer: a C extension holds the interpreter's lock"),
+        ({"source": Source.SIGNAL, "is_ending": True}, "is ending: its part in the job is over"),
         ({"source": Source.NONE, "state": "disk-sleep"}, "is in an uninterruptible wait of the kernel"),
         ({"has_come": False, "source": Source.NONE}, "has no report: its host did not answer in time"),
     ],

@@ -2,8 +2,11 @@
 
 import io
 import re
+import subprocess
+import sys
 
-from hvdlite_launcher.system.terminal_text import command_in_one_line, one_line, say, visible, visible_bytes
+import pytest
+from hvdlite_launcher.system.terminal_text import command_in_one_line, one_line, visible, visible_bytes, write
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,10 +43,26 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_line_is_as_it_is_in_a_file_and_harmless_on_a_terminal():
-    for stream, shown in ((io.StringIO(), "a\x1b[2J\r\n"), (Terminal(), "a\\x1b[2J\\x0d\n")):
-        say("a\x1b[2J\r\n", stream)
-        assert stream.getvalue() == shown
+@pytest.mark.parametrize(
+    ("stream", "shown"), [(io.StringIO(), "a\x1b[2J\r\n"), (Terminal(), "a\\x1b[2J\\x0d\n")], ids=["file", "terminal"]
+)
+def test_a_line_is_as_it_is_in_a_file_and_harmless_on_a_terminal(monkeypatch, stream, shown):
+    monkeypatch.setattr(sys, "stdout", stream)
+    write("a\x1b[2J\r\n")
+    assert stream.getvalue() == shown
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["--ps"], ["--dry-run", "-np", "1", "true"]], ids=str)
+def test_a_full_disk_under_stdout_is_named_as_what_it_is(words):
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "hvdlite_launcher", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (1, "hvdlite-run: cannot write to stdout: No space left on device\n")
 
 
 def test_a_command_is_one_line_as_it_is_typed():
