@@ -16,6 +16,7 @@ hvdlite-run, once in each wait, that this process has waited for others for long
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import json
 import os
@@ -36,6 +37,9 @@ STACKS_SIGNAL = 62
 
 _LOOKS_EACH_S = 5.0
 _ASKED_WITHIN_S = 0.5
+# What `accept` fails with while the program, or the machine, lacks files or memory.
+_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_LACKS_PAUSE_S = 0.2
 _MOST_FRAMES = 200
 _MOST_MS = 10**9 - 1
 
@@ -108,8 +112,11 @@ class HangReporter:
                 connection, _ = self._listener.accept()
             except TimeoutError:
                 continue
-            except OSError:
-                return
+            except OSError as error:
+                if error.errno not in _LACKS:  # the listener was closed
+                    return
+                time.sleep(_LACKS_PAUSE_S)
+                continue
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(_ASKED_WITHIN_S)
                 asked = connection.recv(16)

@@ -6,5 +6,5 @@
 
 `supervisor` calls `Reports`, and `cli` the client in `console`. Modules import only what stands before them:
 
-    rank_facts < silent_links < causes < report_text < reports < console
+    rank_facts < silent_links < causes < report_text < reports < other_networks < console
 """

@@ -14,6 +14,7 @@ answers its own user and root, and the client asks only launchers of its own use
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -30,6 +31,7 @@ from typing import Any
 from ..errors import JobEndsError, LauncherError, UsageError
 from ..system.terminal_text import command_in_one_line
 from ..wire.messages import ReportAsked, WatchAsked
+from .other_networks import advice, elsewhere
 
 _REPORT, _WATCH, _ABOUT = b"report\n", b"watch\n", b"about\n"
 _REQUEST_BYTES = 16
@@ -38,6 +40,11 @@ _ABOUT_PATIENCE_S = 2.0
 _READ_BYTES = 1 << 16
 _PEER = struct.Struct("3i")
 _NONE = object()
+# What `accept` fails with while this process, or the machine, lacks files or memory.
+_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED)
+_LACKS_PAUSE_S = 0.2
+# How often it is tried to connect to one of which more is asked than it can take: others may ask without end.
+_TRIES, _TRIES_EACH_S = 50, 0.1
 
 
 class Console:
@@ -52,6 +59,7 @@ class Console:
         self._listener: socket.socket | None = None
         self._lock = threading.Lock()
         self._is_closed = False
+        self._closes = threading.Event()
         self._waiting: set[SimpleQueue[object]] = set()  # where the answers come in that others wait for
         if not sys.platform.startswith("linux"):
             return
@@ -75,6 +83,7 @@ class Console:
     def close(self) -> None:
         """Ends the thread. Who waits for an answer is told at once that there is none."""
         if self._listener is not None:
+            self._closes.set()
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._thread.join()
@@ -85,18 +94,27 @@ class Console:
                     answers.put(_NONE)
 
     def _run(self, listener: socket.socket) -> None:
-        while True:
+        while not self._closes.is_set():
             try:
                 connection, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True, name="console client").start()
+            except OSError as error:
+                if error.errno not in _LACKS:
+                    return
+                self._closes.wait(_LACKS_PAUSE_S)  # until this process can open files again
+                continue
+            # Before there is a thread for it: others may connect as often as they like.
+            if _user_of(connection) not in (os.geteuid(), 0):
+                connection.close()
+                continue
+            client = threading.Thread(target=self._serve, args=(connection,), daemon=True, name="console client")
+            try:
+                client.start()
+            except RuntimeError:  # there are too many: who asked is told that there is no answer
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
             connection.settimeout(_PATIENCE_S)
-            if _user_of(connection) not in (os.geteuid(), 0):
-                return
             request = connection.recv(_REQUEST_BYTES)
             if request == _ABOUT:
                 connection.sendall(json.dumps(self._about()).encode())
@@ -147,12 +165,15 @@ def _asked(job: str, flag: str, request: bytes, without_answer: str) -> Any:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_PATIENCE_S)
         try:
-            connection.connect(_address(int(job)))
+            _connect(connection, int(job))
         except BlockingIOError:  # so many wait for its answer that it takes no more
             raise LauncherError(f"{flag}: hvdlite-run {job} {without_answer}: it is stopped, or very busy") from None
         except OSError:
+            if int(job) in (there := elsewhere()):
+                raise UsageError(f"{flag}: {advice([int(job)])}") from None
+            others = there and f". {advice(there)}"
             raise UsageError(
-                f"{flag}: no hvdlite-run with the process number {job} runs here{_those_that_run()}"
+                f"{flag}: no hvdlite-run with the process number {job} runs here{_those_that_run()}{others or ''}"
             ) from None
         if _user_of(connection) != os.geteuid():
             raise UsageError(f"{flag}: process {job} is another user's")
@@ -165,8 +186,23 @@ def _asked(job: str, flag: str, request: bytes, without_answer: str) -> Any:
             raise JobEndsError(f"{flag}: hvdlite-run {job} {without_answer}: its job is ending") from None
 
 
+def _connect(connection: socket.socket, pid: int) -> None:
+    for left in reversed(range(_TRIES)):
+        try:
+            connection.connect(_address(pid))
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(_TRIES_EACH_S)
+        else:
+            return
+
+
 def table_of_jobs() -> str:
-    """Returns a line for each hvdlite-run of this user on this machine, with the age of its job, for `--ps`."""
+    """Returns a line for each hvdlite-run of this user on this machine, with the age of its job, for `--ps`.
+
+    A last line names those in other network namespaces.
+    """
     rows = [("PID", "AGE", "WORKERS", "HOSTS", "COMMAND")]
     for pid in running_jobs():
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -185,7 +221,7 @@ def table_of_jobs() -> str:
                 rows.append((str(pid), "?", "?", "?", "(does not answer: it is stopped, or very busy)"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     cells = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in cells)
+    return "\n".join([*(line.rstrip() for line in cells), *filter(None, [advice(elsewhere())])])
 
 
 def _answer_to(request: bytes, connection: socket.socket) -> Any:

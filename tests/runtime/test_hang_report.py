@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -69,6 +70,26 @@ def test_a_rank_that_is_asked_all_the_time_tells_all_the_same_that_it_has_waited
         reporter.ask()
         reporter.ask()
         assert reporter.store.requests == [StoreRequest.STALLED]
+    finally:
+        reporter.close()
+
+
+def test_a_rank_that_could_open_no_file_for_a_moment_answers_afterwards(monkeypatch):
+    monkeypatch.setattr(hang_report, "_LACKS_PAUSE_S", 0.0)
+    failures = [errno.EMFILE, errno.ENFILE]
+
+    class RunsOut(socket.socket):
+        def accept(self):
+            if failures:
+                raise OSError(failures[-1], os.strerror(failures.pop()))
+            return super().accept()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hang_report.socket, "socket", RunsOut)
+        reporter = Reporter()
+    try:
+        assert json.loads(reporter.ask()) == {"worker": 3, "rank": 0}
+        assert failures == []
     finally:
         reporter.close()
 

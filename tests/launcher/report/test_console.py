@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -131,6 +132,88 @@ def as_another_user(call: Callable[[], list[object]]) -> list[object]:
         said: list[object] = json.loads(pipe.read())
     os.wait()
     return said
+
+
+def test_another_users_connection_gets_no_thread(monkeypatch):
+    served = []
+    monkeypatch.setattr(Console, "_serve", lambda _, connection: (served.append(1), connection.close()))
+    users = [os.geteuid() + 1] * 50 + [os.geteuid()]
+    monkeypatch.setattr(console, "_user_of", lambda _: users.pop(0))
+    with Console(lambda _: None, about):
+        for _ in range(51):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.connect(console._address(os.getpid()))
+                assert connection.recv(1) == b""
+    assert (served, users) == ([1], [])
+
+
+class RunsOut:
+    """A listening socket of which the process can accept nothing at first, since it has too many open files."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self.failures = 3
+
+    def accept(self):
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+    def __getattr__(self, name: str):
+        return getattr(self._listener, name)
+
+
+def test_a_launcher_that_could_open_no_file_for_a_moment_answers_afterwards(monkeypatch):
+    monkeypatch.setattr(console, "_LACKS_PAUSE_S", 0.0)
+    run = Console._run
+    monkeypatch.setattr(Console, "_run", lambda self, listener: run(self, RunsOut(listener)))
+    with Console(lambda asked: asked.answer("text", {}), about):
+        assert ask_for_report(OWN) == ("text", {})
+
+
+def test_a_launcher_that_can_start_no_thread_closes_the_connection_and_answers_the_next(monkeypatch):
+    with Console(lambda asked: asked.answer("text", {}), about):
+        start = threading.Thread.start
+        fails = [True]
+
+        def start_later(thread: threading.Thread) -> None:
+            if fails and thread.name == "console client":
+                fails.pop()
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_later)
+        with pytest.raises(JobEndsError):
+            ask_for_report(OWN)
+        assert ask_for_report(OWN) == ("text", {})
+
+
+def test_who_asks_a_launcher_with_too_many_questions_tries_again(monkeypatch):
+    full = [BlockingIOError(), BlockingIOError()]
+    address = console._address
+
+    def address_later(pid: int) -> str:
+        if full:
+            raise full.pop()
+        return address(pid)
+
+    monkeypatch.setattr(console, "_TRIES_EACH_S", 0.0)
+    with Console(lambda asked: asked.answer("text", {}), about):
+        monkeypatch.setattr(console, "_address", address_later)
+        assert ask_for_report(OWN) == ("text", {})
+
+
+def test_a_job_in_another_network_namespace_is_said_to_be_there(monkeypatch):
+    monkeypatch.setattr(console, "elsewhere", lambda: [7, 4242])
+    there = (
+        r"hvdlite-run 4242 is in another network namespace, as of a container: ask in there .*nsenter --net=/proc/4242"
+    )
+    with pytest.raises(UsageError, match=f"^--report: {there}"):
+        ask_for_report("4242")
+    with pytest.raises(UsageError, match=r"^--watch: no hvdlite-run .*hvdlite-run 7, 4242 are in another network"):
+        ask_for_view(OWN)
+    assert table_of_jobs().splitlines()[-1].startswith("hvdlite-run 7, 4242 are in another network namespace")
 
 
 def test_a_launcher_that_is_stopped_is_said_to_be(monkeypatch):

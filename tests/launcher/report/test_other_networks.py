@@ -1,0 +1,46 @@
+"""hvdlite-runs in other network namespaces are found by their commands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hvdlite_launcher.report import other_networks
+from hvdlite_launcher.report.other_networks import advice, elsewhere
+
+WAITS = "import sys; sys.stdin.read()"
+
+
+@pytest.mark.parametrize(
+    ("words", "is_one"),
+    [
+        (["/usr/bin/python3", "/opt/bin/hvdlite-run", "-np", "2", "train.py"], True),
+        (["hvdlite-run", "-np", "2"], True),
+        (["python", "-X", "dev", "-m", "hvdlite_launcher", "-np", "2"], True),
+        (["python", "-m", "hvdlite_launcher.host.agent"], False),
+        (["vi", "a", "hvdlite-run"], False),
+        (["python", "-m"], False),
+        ([], False),
+    ],
+)
+def test_a_launcher_is_known_by_its_command(words, is_one):
+    assert other_networks._is_launcher([word.encode() for word in words]) is is_one
+
+
+def test_only_those_in_other_namespaces_that_can_be_looked_at_are_elsewhere(monkeypatch):
+    networks = {"self": "net:[1]", 5: "net:[1]", 6: "net:[2]", 7: None}
+    monkeypatch.setattr(other_networks, "network_of", networks.get)
+    monkeypatch.setattr(other_networks, "_launchers", lambda: iter([5, 6, 7]))
+    assert elsewhere() == [6]
+    assert (advice([]), "nsenter --net=/proc/6/ns/net" in advice([6])) == ("", True)
+
+
+def test_a_launcher_of_this_namespace_is_found_and_is_not_elsewhere(tmp_path):
+    program = tmp_path / "hvdlite-run"
+    program.write_text(WAITS)
+    with subprocess.Popen([sys.executable, program], stdin=subprocess.PIPE) as process:
+        assert process.pid in other_networks._launchers()
+        assert process.pid not in elsewhere()
+        assert other_networks.network_of(process.pid) == os.readlink("/proc/self/ns/net")
