@@ -150,6 +150,11 @@ class ReducerRegistry:
         """Returns how far each optimizer is that lives in this process. Any thread may call it."""
         return [member.progress() for member in self._living()]
 
+    @property
+    def has_several(self) -> bool:
+        """Whether more than one optimizer has been made in this process."""
+        return sum(group.made for group in list(self._groups.values())) > 1
+
     def check_join(self) -> None:
         """Raises a GradientError if this rank has an optimizer with which `join` does not work."""
         for member in self._living():
@@ -202,6 +207,11 @@ class _Members:
         with self._entering:
             kept = [(number, known) for number, known in self._known if known() is not None]
             self._known = (*kept, (number, ref(member)))
+
+    @property
+    def made(self) -> int:
+        """How many optimizers have been made, also such as are garbage by now."""
+        return len(self._claimed)
 
     def living(self) -> Iterator[SitsOut]:
         for _, known in self._known:

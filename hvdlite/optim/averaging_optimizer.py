@@ -342,7 +342,9 @@ class AveragingOptimizer(HorovodsAttributes):
             return
         # Here and not in `synchronize`: before its step GradScaler has to unscale the gradients, and look for inf.
         if clipper is not None:
-            clipper.clip([param for _, param in self._named])
+            # What has left the groups since backward is still averaged in this step, but is no part of the norm.
+            present = {id(param) for param in chain.from_iterable(self._members())}
+            clipper.clip([param for _, param in self._named if id(param) in present])
 
     # -- what belongs to the wrapped optimizer
 

@@ -17,7 +17,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .flags import TAKES_PART, Flags, ParticipantCount, RankAndSize, SliceFlags, presence_of
+from .flags import (
+    DROPS,
+    TAKES_PART,
+    Flags,
+    ParticipantCount,
+    Presence,
+    RankAndSize,
+    SliceFlags,
+    is_dropped_by_some,
+    presence_of,
+)
 from .gradient_state import GradientState, changed_too_early, misfit, require_sparse_untouched
 from .plan import BucketPlan
 from .weights import Weights
@@ -83,7 +93,7 @@ class Bucket:
         # gradient. None while the user may change them: before the first gradient, and once the averages are returned.
         self._version: int | None = None
         self._is_wanted = True
-        # What this rank adds to two counts: ranks that sit out and do not count, and ranks that take part.
+        # What this rank adds to the counts of ranks in this step.
         self._presence = TAKES_PART
         # In this step: the number of gradients that the bucket still waits for.
         self._missing = len(self.states)
@@ -268,11 +278,11 @@ class Bucket:
         ``leave_scale``, with which the caller offers to scale them itself.
         """
         memory = self.memory
-        if self._presence != TAKES_PART:
+        if not self.takes_part:
             self._is_sent = True
             memory.flat.zero_()
             trained = [state.param.requires_grad for state in self.states]
-            self._flags.write_presence(memory.flags, self._presence, trained)
+            self._flags.write_unused(memory.flags, self._presence, trained)
             return memory, 1.0
         self.require_untouched()
         if self._have_moved:
@@ -280,12 +290,12 @@ class Bucket:
         is_complete = self.is_complete
         used = [True] * len(self.states) if is_complete else [self._fill(state) for state in self.states]
         scale_left = 1.0 if self._scale == 1.0 else self._scale_rest(leave_scale)
-        if is_complete:
+        if is_complete and self._presence == TAKES_PART:
             self._flags.write_usual(memory.flags)
         else:
             sparse = [state.ready and state.sparse for state in self.states]
             trained = [state.ready or state.param.requires_grad for state in self.states]
-            self._flags.write(memory.flags, used, sparse, trained)
+            self._flags.write(memory.flags, self._presence, used, sparse, trained)
         if self.weights is not None:
             self.weights.write(memory.weights)
         self._version = memory.flat._version
@@ -299,7 +309,7 @@ class Bucket:
     @property
     def takes_part(self) -> bool:
         """Whether this rank takes part in this step, rather than sits out."""
-        return self._presence == TAKES_PART
+        return self._presence.takes_part
 
     def allow_changes(self) -> None:
         """Stops checking for changes by the user in this step, because its averages will be dropped."""
@@ -308,7 +318,12 @@ class Bucket:
     def sit_out(self, average_of_active: bool) -> None:
         """Makes this rank send zeros in this step. ``average_of_active``: do not count it in the averages' divisor."""
         self.allow_changes()
-        self._presence = (int(average_of_active), 0)
+        self._presence = Presence(left_out=average_of_active, takes_part=False, drops=False)
+
+    def drop_averages(self) -> None:
+        """Tells the other ranks, if it is not sent yet, that this one drops the averages of this step."""
+        self.allow_changes()
+        self._presence = DROPS
 
     def guard(self) -> None:
         """Makes any later change to the buffer an error: the user must not touch averages that are not returned yet."""
@@ -449,6 +464,10 @@ class Bucket:
         bucket.expect()
         bucket._is_wanted, bucket._presence = self._is_wanted, self._presence
         return bucket
+
+    def is_dropped_by_some(self) -> bool:
+        """Whether some ranks dropped the averages of this step before they sent this bucket, and others did not."""
+        return is_dropped_by_some(self.plan, self.memory.flags)
 
     def count(self, size: int) -> ParticipantCount:
         """Returns how many of ``size`` ranks took part. Read it only after the flags are summed over all ranks."""

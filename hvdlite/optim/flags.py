@@ -1,7 +1,7 @@
 """
 Flags at the end of a bucket's flat buffer: which parameters were used, and how many ranks take part in the step.
 
-    per slice: used, sparse, trained │ ranks not in the divisor │ participants, per block of ranks
+    per slice: used, sparse, trained │ ranks not in the divisor │ participants, per block of ranks │ that drop, keep
 
 (Behind them the first bucket has the elements of `weights`.) `bucket` writes and reads them; `plan` says at which
 offsets they are. A rank writes 1 or 0 into each. They are summed with the gradients, and then hold the number of ranks
@@ -28,8 +28,19 @@ from .plan import FLAGS_PER_SLICE, BucketPlan
 RANKS_PER_COUNT = 128
 """The ranks that one element counts. Whole numbers are exact up to 256 in bfloat16 and up to 2048 in float16."""
 
-# The presence of a rank that takes part: (sits out and does not count, takes part).
-TAKES_PART = (0, 1)
+
+class Presence(NamedTuple):
+    """What one rank adds to the counts of ranks in a step."""
+
+    left_out: bool
+    """It sits out, and does not count in the averages' divisor."""
+    takes_part: bool
+    drops: bool
+    """It takes part, and drops the averages: its program has dropped the gradients."""
+
+
+TAKES_PART = Presence(left_out=False, takes_part=True, drops=False)
+DROPS = Presence(left_out=False, takes_part=True, drops=True)
 
 
 class SliceFlags(NamedTuple):
@@ -72,20 +83,26 @@ class Flags:
             self._usual = torch.tensor(flags, dtype=tail.dtype, device=tail.device)
         tail.copy_(self._usual)
 
-    def write(self, tail: Tensor, used: Sequence[bool], sparse: Sequence[bool], trained: Sequence[bool]) -> None:
+    def write(
+        self,
+        tail: Tensor,
+        presence: Presence,
+        used: Sequence[bool],
+        sparse: Sequence[bool],
+        trained: Sequence[bool],
+    ) -> None:
         """Writes which gradients this rank has, which of them are sparse, and which parameters it trains."""
-        self._write(tail, (*used, *sparse, *trained, *self._presence_of(TAKES_PART)))
+        self._write(tail, (*used, *sparse, *trained, *self._presence_of(presence)))
 
-    def write_presence(self, tail: Tensor, presence: tuple[int, int], trained: Sequence[bool]) -> None:
-        """Writes the flags of a rank without gradients, with this ``presence``, and which parameters it trains."""
-        unused = [0] * 2 * len(self._plan.slices)
-        self._write(tail, (*unused, *trained, *self._presence_of(presence)))
+    def write_unused(self, tail: Tensor, presence: Presence, trained: Sequence[bool]) -> None:
+        """Writes the flags of a rank without gradients, and which parameters it trains."""
+        unused = [False] * len(self._plan.slices)
+        self.write(tail, presence, unused, unused, trained)
 
-    def _presence_of(self, presence: tuple[int, int]) -> list[int]:
-        left_out, takes_part = presence
+    def _presence_of(self, presence: Presence) -> list[int]:
         counts = [0] * self._plan.count_slots
-        counts[self.ranks.rank // RANKS_PER_COUNT] = takes_part
-        return [left_out, *counts]
+        counts[self.ranks.rank // RANKS_PER_COUNT] = int(presence.takes_part)
+        return [int(presence.left_out), *counts, int(presence.drops), int(presence.takes_part and not presence.drops)]
 
     def _write(self, tail: Tensor, flags: tuple[int, ...]) -> None:
         if flags != self._written:
@@ -101,6 +118,12 @@ class Flags:
         count = len(self._plan.slices)
         flags = self._written if alone else tail.abs().tolist()
         return [SliceFlags(*(value > 0 for value in flags[i : 3 * count : count])) for i in range(count)]
+
+
+def is_dropped_by_some(plan: BucketPlan, tail: Tensor) -> bool:
+    """Whether some ranks drop the averages of a summed bucket, and others keep them. It waits for a GPU."""
+    stop = plan.weight_start - plan.grad_numel
+    return bool((tail[stop - 2 : stop] != 0).all())
 
 
 def presence_of(plan: BucketPlan, tail: Tensor) -> Tensor:

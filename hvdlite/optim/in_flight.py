@@ -155,6 +155,9 @@ class BucketQueue:
         self._size = size
         # In this step: the buckets that are not launched yet.
         self._waiting: deque[Bucket] = deque()
+        # The last of the buckets' first rounds, and whether it waits for the end of backward; see `begin`.
+        self._last: Bucket | None = None
+        self._holds_last = False
         # Those that are launched once more for late gradients.
         self._further = FurtherRounds(())
         # Those that are, in order.
@@ -167,27 +170,37 @@ class BucketQueue:
         self.count: ParticipantCount | None = None
         # The first `InFlight.failure` on this rank.
         self.failure: Exception | None = None
+        # Whether some ranks drop the averages of the step and others do not, once the last bucket is finished.
+        self.is_dropped_by_some = False
 
-    def begin(self, buckets: Sequence[Bucket]) -> None:
-        """Starts a step with these buckets, given in plan order. Sleeping ones are not sent."""
+    def begin(self, buckets: Sequence[Bucket], *, holds_last: bool = False) -> None:
+        """Starts a step with these buckets, given in plan order. Sleeping ones are not sent.
+
+        ``holds_last``: the last one is not sent before `finish_all`, so that it can say that the averages are dropped.
+        """
         self._further = FurtherRounds(buckets)
         self._waiting.extend([bucket for bucket in buckets if not bucket.asleep])
+        self._last, self._holds_last = self._waiting[-1] if self._waiting else None, holds_last
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Sends these buckets too in the current step, behind the others."""
         for bucket in buckets:
             bucket.expect()
         self._waiting.extend(buckets)
+        if buckets:
+            self._last = buckets[-1]
 
     def end(self) -> None:
         """Ends the step. Collectives that still run are not waited for, and keep their buckets' memory."""
         for in_flight in self._in_flight:
             in_flight.bucket.abandon()
         self._waiting.clear()
+        self._last = None
         self._launched.clear()
         self._in_flight.clear()
         self._wires = 0
         self.count = self.failure = None
+        self.is_dropped_by_some = False
 
     def not_sent(self) -> list[Bucket]:
         """Returns the step's buckets that are not launched yet, in plan order. Any thread may call it."""
@@ -201,6 +214,8 @@ class BucketQueue:
         while self._in_flight and self._in_flight[0].is_completed():
             self._finish_first()
         while self._waiting and self._waiting[0].can_leave and self._wires < _WIRES:
+            if self._holds_last and self._waiting[0] is self._last:
+                return
             self._launch(self._waiting.popleft(), links)
 
     def finish_all(self, links: Links) -> Iterator[Bucket]:
@@ -236,10 +251,17 @@ class BucketQueue:
             bucket = launched[back]
             back += 1
             bucket.unguard()
+            if bucket is self._last:
+                self.is_dropped_by_some = self._reads_drops(bucket) and bucket.is_dropped_by_some()
             yield bucket
             if bucket.home is not bucket:
                 self._further.end(bucket)
         self._check.finish(links.all)
+
+    def _reads_drops(self, bucket: Bucket) -> bool:
+        # On a GPU reading waits for the device: only where there is another optimizer, whose gradients may be surplus.
+        device = bucket.plan.device
+        return device.type == "cpu" or (self._holds_last and not captures(device))
 
     def _launch(self, bucket: Bucket, links: Links) -> None:
         number = len(self._launched)

@@ -123,6 +123,11 @@ class Layout:
         for bucket in self.buckets:
             bucket.allow_changes()
 
+    def drop_averages(self) -> None:
+        """Tells the other ranks, in the buckets that are not sent yet, that this one drops the averages of the step."""
+        for bucket in self.buckets:
+            bucket.drop_averages()
+
     def require_same(self) -> None:
         """Raises GradientError if gradients stay in ``param.grad`` and the user has changed a complete one."""
         if self._staying is not None:

@@ -74,7 +74,8 @@ class BucketPlan:
     The tail holds counts that all ranks need, and would otherwise sum in a second collective: for every slice the
     number of ranks that used the parameter, of those with a sparse gradient for it, and of those that train it; the
     number of ranks that sit out this step and do not count (see `join`); the number that take part, in ``count_slots``
-    elements; and, in the first bucket only, the ranks' numbers of samples, in ``weight_slots`` elements: see `weights`.
+    elements; the numbers of those that drop the averages and that keep them; and, in the first bucket only, the ranks'
+    numbers of samples, in ``weight_slots`` elements: see `weights`.
     """
 
     slices: tuple[Slice, ...]
@@ -102,7 +103,7 @@ class BucketPlan:
     @property
     def weight_start(self) -> int:
         """The offset in the buffer at which the ranks' numbers of samples begin."""
-        return self.presence_start + 1 + self.count_slots
+        return self.presence_start + 1 + self.count_slots + 2
 
     @property
     def is_frozen(self) -> bool:

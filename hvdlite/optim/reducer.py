@@ -315,12 +315,13 @@ class Reducer(WorldPlan):
                 bucket.memory.gradients.mul_(self.weights.correction)
             # What may get a further round is not averaged yet.
             pending = [*self._sparse.settle(bucket), *bucket.frozen]
-            if bucket.home is not bucket:
+            if bucket.home is not bucket or self._queue.is_dropped_by_some:
                 continue
             if update is not None and failure is None and self._queue.failure is None:
                 failure = self._update(bucket, pending, update)
             elif arrived is not None:
                 arrived([state.param for state in bucket.states if state not in pending])
+        self._require_alike()
         if self.exchange.tells_failures:
             raise_together(links.all, self._queue.failure, f"the averaging of gradients ({self._trace.optimizer})")
         self._sparse.average(links.all, self._trace.optimizer, self._queue.count)
@@ -588,7 +589,8 @@ class Reducer(WorldPlan):
         self._is_provisional = self._links is None
         self._phase = Phase.COLLECTING
         self._layout.expect()
-        self._queue.begin(self._layout.buckets)
+        # Without another optimizer no gradients are surplus.
+        self._queue.begin(self._layout.buckets, holds_last=self._reducers.has_several)
 
     def _end_step(self) -> None:
         """Ends or gives up the step. Collectives that still run are not waited for, and keep their buckets' memory."""
@@ -671,9 +673,22 @@ class Reducer(WorldPlan):
             self._backwards.clear()
 
     def _finish_dropped(self) -> None:
-        self._layout.give_up()
+        self._layout.drop_averages()
         for _ in self._queue.finish_all(self.connected()):
             pass
+        self._require_alike()
+
+    def _require_alike(self) -> None:
+        """Raises GradientError, on all ranks, if some have dropped gradients which others averaged with their own."""
+        if not self._queue.is_dropped_by_some:
+            return
+        self._phase = Phase.SPOILT
+        raise GradientError(
+            f"some ranks have dropped gradients of {self._trace.optimizer} that another optimizer's backward pass had "
+            "left there, as a GAN's generator does in its discriminator, and on others that pass had left none, so "
+            "that different steps were averaged. It must reach the parameters of this optimizer on all ranks or on "
+            "none: freeze them during the other optimizer's backward pass, by requires_grad_(False)"
+        )
 
 
 keep_outside_graphs(globals())

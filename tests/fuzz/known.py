@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 KNOWN: dict[str, str] = {
-    "surplus gradients of some ranks": "ranks that have them finish a round of buckets that others do not begin",
     "param_groups changed, and a rank without a backward pass": "it finds a change within the step sooner: an error",
 }
 
@@ -26,7 +25,6 @@ def leave_if_known(feature: str) -> None:
 
 # What can be left out.
 FEATURES = (
-    "surplus gradients of some ranks",
     "surplus gradients of some parameters, set to None",
     "surplus gradients of a step that GradScaler skips",
     "surplus gradients of a pass for Adasum",

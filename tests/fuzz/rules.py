@@ -112,7 +112,7 @@ class Rules:
     def require_alike(self, ranks: Collection[int], of: int) -> None:
         """Notes that ranks are about to drop gradients, which must be complete on all of them or on none."""
         if len({bool(self._seen[rank][of].complete) for rank in ranks}) > 1:
-            leave_if_known("surplus gradients of some ranks")
+            self._refuse("surplus gradients of only some ranks are dropped")
 
     def has_begun(self, rank: int, of: int) -> bool:
         """Whether the optimizer has had a backward pass since its last step."""

@@ -274,6 +274,24 @@ def test_a_pickled_optimizer_still_clips():
     assert run_worlds(2, rank) == [5.0, 5.0]
 
 
+def test_a_parameter_that_leaves_the_groups_after_backward_is_no_part_of_the_norm():
+    def rank(group: Group) -> tuple[float, float]:
+        stays, leaves, comes = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+        inner = torch.optim.SGD([stays, leaves], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), max_norm=1.0)
+        for step in range(2):
+            optimizer.zero_grad()
+            (3.0 * stays + 4.0 * leaves).sum().backward()
+            if step == 1:
+                inner.param_groups[0]["params"][1] = comes
+            optimizer.step()
+            if step == 0:
+                assert optimizer.grad_norm.item() == 5.0
+        return optimizer.grad_norm.item(), stays.item()
+
+    assert run_ranks(2, rank) == [(3.0, pytest.approx(-0.6 - 1.0))] * 2
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -188,7 +188,7 @@ def test_it_sees_gradients_alone_and_counts_travel_beside_them():
         assert optimizer._reducer.exchange.counts == [2]
         # The flags, and five elements for the number of samples of each rank. After them comes the comparison of
         # parameters.
-        assert [numel for _, numel in group.engine.calls][:2] == [3 * 4 + 2 + 2 * 5, 23]
+        assert [numel for _, numel in group.engine.calls][:2] == [3 * 4 + 4 + 2 * 5, 23]
         assert model[0].bias.grad is None
         assert model[1].bias.grad.tolist() == [0.5, 0.5]
         assert model[1].weight.grad.unique().tolist() == [1.0]

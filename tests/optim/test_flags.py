@@ -5,14 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvdlite.optim.flags import TAKES_PART, Flags, ParticipantCount, RankAndSize, presence_of
+from hvdlite.optim.flags import (
+    DROPS,
+    TAKES_PART,
+    Flags,
+    ParticipantCount,
+    Presence,
+    RankAndSize,
+    is_dropped_by_some,
+    presence_of,
+)
 from hvdlite.optim.plan import ParamSpec, plan_buckets
 
-LEFT_OUT, COUNTS_AS_ZERO = (1, 0), (0, 0)
+LEFT_OUT = Presence(left_out=True, takes_part=False, drops=False)
+COUNTS_AS_ZERO = Presence(left_out=False, takes_part=False, drops=False)
 
 
 def summed_tail(
-    size: int, absent: dict[int, tuple[int, int]], wire: torch.dtype
+    size: int, absent: dict[int, Presence], wire: torch.dtype
 ) -> tuple[Flags, torch.Tensor, ParticipantCount]:
     """Returns a bucket's tail after the wires of all ranks were summed in their own dtype, one after the other."""
     spec = ParamSpec("w", (3,), (1,), torch.float32, torch.device("cpu"), trainable=True)
@@ -22,7 +32,7 @@ def summed_tail(
     for rank in range(size):
         flags, tail = Flags(plan, RankAndSize(rank, size)), torch.zeros(tail_numel)
         if rank in absent:
-            flags.write_presence(tail, absent[rank], [True])
+            flags.write_unused(tail, absent[rank], [True])
         else:
             flags.write_usual(tail)
         total += tail.to(wire)
@@ -55,4 +65,15 @@ def test_where_all_sit_out_nobody_divides_by_zero():
 
 def test_up_to_128_ranks_are_one_element():
     assert [RankAndSize(0, size).count_slots for size in (1, 128, 129, 3000)] == [1, 1, 2, 24]
-    assert TAKES_PART == (0, 1)
+    assert TAKES_PART == (0, 1, 0)
+
+
+@pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("drop", "sit_out", "some"),
+    [(0, 0, False), (3000, 0, False), (2900, 100, False), (1, 0, True), (2999, 0, True), (1500, 1499, True)],
+)
+def test_all_learn_that_some_of_those_that_take_part_drop_the_averages_however_many_they_are(drop, sit_out, some, wire):
+    absent = dict.fromkeys(range(drop), DROPS) | dict.fromkeys(range(drop, drop + sit_out), LEFT_OUT)
+    flags, tail, _ = summed_tail(3000, absent, wire)
+    assert is_dropped_by_some(flags._plan, tail) == some

@@ -121,6 +121,64 @@ def test_gradients_that_a_pass_whose_step_is_skipped_leaves_in_another_optimizer
     assert run_ranks(2, rank) == [[-2.0, -4.5]] * 2
 
 
+COMPRESSIONS = {
+    "none": hvd.Compression.none,
+    "fp16": hvd.Compression.fp16,
+    "int8": hvd.Compression.int8,
+    "topk": hvd.Compression.topk(),
+}
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("uses", ["all", "the last"])
+@pytest.mark.parametrize("drops", ["by zero_grad", "by a new pass"])
+@pytest.mark.parametrize("alone", [0, 1, 2])
+def test_gradients_that_a_pass_for_another_optimizer_leaves_on_some_ranks_only_are_an_error_on_all(
+    alone, drops, uses, compression
+):
+    """The rank that drops them has sent buckets, with which the others' next ones are summed."""
+
+    def rank(group: Group) -> list[float]:
+        generator = nn.Parameter(torch.zeros(1))
+        # As many buckets.
+        discriminator = [nn.Parameter(torch.zeros(40)) for _ in range(3)]
+        options = {"compression": COMPRESSIONS[compression], "bucket_cap_mb": 1e-4}
+        of_generator, of_discriminator = wrap(group, [generator]), wrap(group, discriminator, **options)
+
+        def takes_step() -> None:
+            sum(param.sum() * (group.rank + 1) for param in discriminator).backward()
+            of_discriminator.step()
+            of_discriminator.zero_grad()
+
+        def drops_and_takes_step() -> None:
+            if drops == "by zero_grad":
+                of_discriminator.zero_grad()
+            else:
+                for param in discriminator:
+                    param.grad = None
+            takes_step()
+
+        for _ in range(2):
+            takes_step()
+        used = discriminator if uses == "all" else discriminator[:1]
+        loss = generator.sum() + (sum(param.sum() for param in used) if group.rank == alone else 0.0)
+        loss.backward()
+        of_generator.step()
+        with pytest.raises(hvd.GradientError, match=r"some ranks have dropped gradients of .*requires_grad_"):
+            drops_and_takes_step()
+        with pytest.raises(hvd.GradientError, match="zero_grad"):
+            of_discriminator.step()
+        of_discriminator.zero_grad()
+        before = [param.detach().clone() for param in discriminator]
+        takes_step()
+        return [(param - earlier).mean().item() for param, earlier in zip(discriminator, before, strict=True)]
+
+    results = run_ranks(3, rank)
+    assert results == results[:1] * 3
+    if compression in ("none", "fp16"):
+        assert results[0] == pytest.approx([-2.0] * 3, abs=1e-3)
+
+
 def test_where_no_rank_has_a_gradient_a_grad_scaler_says_so_as_in_one_process():
     def rank(group: Group) -> None:
         optimizer = wrap(group, [nn.Parameter(torch.zeros(1))])
