@@ -67,6 +67,8 @@ ended, the end of its stderr is shown again, and hvdlite-run exits with its exit
                         private key for ssh
   --ssh-args ARGS       more arguments for ssh, quoted together after a = sign, as in "=-J jump"
   --ssh-program PROGRAM program to run instead of ssh, with a host and a command; it must pass stdin and stdout on
+  --known-hosts         refuse a host whose key ssh does not know yet; by default the key of a host that is new is
+                        accepted, also of one that a discovery script adds while nobody looks
   --remote-python PATH  Python with hvdlite on the other hosts; by default the path of the one here, else python3
   --network-interface, --network-interfaces NAME
                         network interface for the workers' traffic; by default the one that routes to the other
@@ -152,6 +154,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-i", "--ssh-identity-file")
         self.add_argument("--ssh-args", type=_ssh_words, default=())
         self.add_argument("--ssh-program", default="ssh")
+        self.add_argument("--known-hosts", action="store_true")
         self.add_argument("--remote-python")
         self.add_argument("--network-interface", "--network-interfaces", type=_interfaces, action=_Merge, default={})
         self.add_argument("--start-timeout", type=flag_values.positive_seconds)

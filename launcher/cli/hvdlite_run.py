@@ -166,6 +166,8 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:
     identity_file = options.ssh_identity_file
     if identity_file is not None and not os.path.isfile(identity_file):
         raise UsageError(f"-i: there is no file {identity_file!r}")
+    if options.known_hosts and os.path.basename(options.ssh_program) != "ssh":
+        raise UsageError(f"--known-hosts is for ssh, which knows hosts by their keys: {options.ssh_program!r} need not")
     return JobSpec(
         hosts=hosts,
         size=options.num_proc,
@@ -180,6 +182,7 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:
             args=options.ssh_args,
             program=options.ssh_program,
             remote_python=options.remote_python,
+            known_hosts=options.known_hosts,
         ),
         interfaces=options.network_interface,
         verbose=options.verbose,

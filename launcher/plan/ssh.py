@@ -32,13 +32,17 @@ _ALIVE = ("ServerAliveInterval=3", "ServerAliveCountMax=3")
 
 @dataclass(frozen=True)
 class Ssh:
-    """The user's options for ssh: ``program`` replaces ssh, ``args`` precede the host."""
+    """The user's options for ssh: ``program`` replaces ssh, ``args`` precede the host.
+
+    ``known_hosts``: a host whose key is not known yet is refused.
+    """
 
     port: int | None = None
     identity_file: str | None = None
     args: tuple[str, ...] = ()
     program: str = "ssh"
     remote_python: str | None = None
+    known_hosts: bool = False
 
     def agent_argv(self, host: Host, start_timeout_s: float) -> list[str]:
         """Returns the command that runs an agent on ``host``: its stdin and stdout are the connection."""
@@ -50,7 +54,9 @@ class Ssh:
         configured = _configured(self.program, [*own, *self._host_words(host)])
         # The user's config has priority. By default ssh would ask about a new host, which it cannot do here, so the key
         # is accepted; a changed key is still refused.
-        if configured.get("stricthostkeychecking", "ask") == "ask":
+        if self.known_hosts:
+            options.append("StrictHostKeyChecking=yes")
+        elif configured.get("stricthostkeychecking", "ask") == "ask":
             options.append("StrictHostKeyChecking=accept-new")
         if configured.get("connecttimeout", "none") == "none":
             options.append(f"ConnectTimeout={max(1, min(_CONNECT_S, int(start_timeout_s)))}")
@@ -118,7 +124,7 @@ _ADVICE = [
     (r"identification has changed", "its host key has changed: if that is expected, run ssh-keygen -R {name}"),
     (
         r"host key verification failed",
-        "its host key is unknown, and your ssh config requires a known one: accept it with {by_hand}",
+        "its host key is unknown, and {who} requires a known one: accept it with {by_hand}",
     ),
     (r"could not resolve hostname", "check its spelling, or add it to ~/.ssh/config or /etc/hosts"),
     (r"connection refused", "no sshd listens on that port: is sshd running there? -p sets another port"),
@@ -161,7 +167,8 @@ def explain(host: Host, ssh: Ssh, returncode: int, words: str) -> str:
     for pattern, advice in _ADVICE:
         said = [line for line in lines if re.search(pattern, line, re.IGNORECASE)]
         if said:
-            step = advice.format(host=host.label, name=host.name, by_hand=ssh.by_hand(host))
+            who = "--known-hosts" if ssh.known_hosts else "your ssh config"
+            step = advice.format(host=host.label, name=host.name, by_hand=ssh.by_hand(host), who=who)
             if pattern.startswith(_NO_HVDLITE) and _is_of_another_python(said[-1], ssh):
                 step = (
                     f"there is no {sys.executable} on that host: make it there, and pip install hvdlite in it, or "

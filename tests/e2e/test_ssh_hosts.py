@@ -432,6 +432,22 @@ def test_a_user_who_wants_host_keys_to_be_known_is_obeyed(launch, make_lan):
     assert not (lan.desk.home / ".ssh" / "known_hosts").exists()
 
 
+def test_with_known_hosts_a_host_that_a_script_adds_is_refused_and_the_job_goes_on(launch, make_lan, tmp_path):
+    lan = make_lan("a", "b")
+    assert succeeded(launch("-H", "a", "true", on=lan.desk)) == []  # its key is known from here on
+    (tmp_path / "hosts").write_text("a\n")
+    flags = ["--known-hosts", "--min-np", "1", "--max-np", "2", "--host-discovery-script", f"cat {tmp_path}/hosts"]
+    said = tmp_path / "said"
+    with said.open("wb") as stderr:
+        arguments = [sys.executable, "-c", TRAIN_UNTIL, str(tmp_path / "over")]
+        job = ready(launch(*flags, *arguments, on=lan.desk, stderr=stderr), 1)
+    (tmp_path / "hosts").write_text("a\nb\n")
+    refused = re.compile(r"b: .*Host key verification failed.* --known-hosts requires a known one")
+    wait_until(lambda: refused.search(said.read_text()), message=said.read_text)
+    (tmp_path / "over").touch()
+    assert job.ended()[0] == 0, said.read_text()
+
+
 def test_a_host_without_hvdlite_is_named_with_what_to_do(launch, make_lan):
     lan = make_lan("a", "b")
     lan.hosts[1].hide(Path(hvdlite_launcher.__file__).parent)

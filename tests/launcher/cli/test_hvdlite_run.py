@@ -80,6 +80,10 @@ def test_every_flag_is_in_the_help_and_no_other():
             "--network-interface/--network-interfaces: 'eth0,' is not an interface",
         ),
         (["--ssh-args=-v -n", "-np", "1", "true"], "--ssh-args: ssh -n does not start a command with"),
+        (
+            ["--known-hosts", "--ssh-program", "kubexec", "-np", "1", "true"],
+            "--known-hosts is for ssh, which knows",
+        ),
         (["-p", "0", "-np", "1", "true"], "-p/--ssh-port: '0' is not a port, such as 22"),
         (["--ssh-args", "'", "-np", "1", "true"], '--ssh-args: "\'" cannot be split into words: no closing quotation'),
         (["--grace", "-1", "-np", "2", "true"], "--grace: '-1' is not a number of seconds"),

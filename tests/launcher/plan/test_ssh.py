@@ -38,6 +38,17 @@ def test_what_the_users_configuration_says_stands(fake_ssh):
     assert not any("StrictHostKeyChecking" in word or "ConnectTimeout" in word for word in argv)
 
 
+@pytest.mark.parametrize("configured", ["ask", "accept-new", "false"])
+def test_a_host_must_be_known_if_the_user_says_so_whatever_the_configuration(fake_ssh, configured):
+    ssh = Ssh(program=fake_ssh(f"stricthostkeychecking {configured}"), known_hosts=True, args=("-oPort=2222",))
+    argv = ssh.agent_argv(NODE, 60)
+    # Of several values ssh takes the first.
+    assert [word for word in argv if "StrictHostKeyChecking" in word] == ["-oStrictHostKeyChecking=yes"]
+    assert argv.index("-oStrictHostKeyChecking=yes") < argv.index("-oPort=2222")
+    words = "No ED25519 host key is known for node1\nHost key verification failed."
+    assert "and --known-hosts requires a known one: accept it with" in explain(NODE, ssh, 255, words)
+
+
 def test_connecting_takes_no_longer_than_starting_may(fake_ssh):
     assert "-oConnectTimeout=5" in Ssh(program=fake_ssh("")).agent_argv(NODE, 5.5)
 
