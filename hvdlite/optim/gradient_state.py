@@ -120,9 +120,10 @@ def changed_too_early(what: str, param: Tensor) -> GradientError:
             "use one of the two, hvd.DistributedOptimizer without DDP, or DDP with the original optimizer"
         )
     return GradientError(
-        f"{what} while it was being averaged, so the ranks would have come to differ: call optimizer.synchronize() "
-        "after backward() and before clipping, changing or dropping gradients; register hooks that change gradients "
-        "before hvd.DistributedOptimizer(...)"
+        f"{what} while it was being averaged, so the ranks would have come to differ. To clip, leave clip_grad_norm_ "
+        "out, and give hvd.DistributedOptimizer(..., max_norm=...). Otherwise call optimizer.synchronize() after "
+        "backward() and before changing or dropping gradients; register hooks that change gradients before "
+        "hvd.DistributedOptimizer(...)"
     )
 
 

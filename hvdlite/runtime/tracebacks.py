@@ -1,7 +1,7 @@
 """
 Installs exception hooks that shorten the traceback of an uncaught error to the user's own lines.
 
-    PeerLostError, KeyboardInterrupt in a wait    one line, because the cause is elsewhere
+    PeerLostError, KeyboardInterrupt              one line, because the cause is elsewhere
     other errors of hvdlite's, wrong arguments    the traceback without hvdlite's own frames
     all others                                    unchanged
 
@@ -159,9 +159,8 @@ def _one_line(error: BaseException, traceback: TracebackType | None) -> str | No
     """Returns the single line for an error whose cause is elsewhere, with the user's line; None for other errors."""
     entries = list(_entries(traceback))
     if isinstance(error, KeyboardInterrupt):
-        if not _is_told(error, traceback):
-            return None
-        words = str(error) or f"interrupted in {_called(entries)}()"
+        called = _called(entries)
+        words = str(error) or (f"interrupted in {called}()" if called else "interrupted")
     elif isinstance(error, PeerLostError) or (isinstance(error, CommunicationError) and says_peer_lost(error)):
         words = " ".join(str(error).split())
     else:

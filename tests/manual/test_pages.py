@@ -127,6 +127,25 @@ def test_the_manual_has_every_page_in_its_contents():
     assert {line for line in index.splitlines() if line in pages} == pages
 
 
+AROUND_THE_DIFF = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+Net = lambda: nn.Linear(3, 1)
+dataset = TensorDataset(torch.ones(8, 3))
+"""
+
+
+def test_the_program_that_readme_begins_with_runs_and_shuffles_anew_in_each_epoch():
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    own = "".join(f"{line[1:]}\n" for line in diff.splitlines() if not line.startswith("-"))
+    steps = "    for (batch,) in loader:\n        model(batch).sum().backward()\n        optimizer.step()\n"
+    found: dict[str, object] = {}
+    exec(AROUND_THE_DIFF + own + steps, found)
+    assert found["loader"].sampler.epoch == found["epoch"] == 9
+
+
 def test_readme_leads_to_every_page():
     linked = set(re.findall(r"\]\(docs/([\w-]+)\.md", (ROOT / "README.md").read_text().split("## The manual")[1]))
     assert {page.stem for page in (ROOT / "docs").glob("*.md")} - linked == {"index"}

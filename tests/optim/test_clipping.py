@@ -326,3 +326,20 @@ def test_ranks_with_different_norms_are_told():
     for error in attempt_ranks(2, rank):
         assert isinstance(error, hvd.MismatchError)
         assert "max_norm" in str(error)
+
+
+def test_who_clips_what_is_being_averaged_is_told_the_short_way():
+    def rank(group: Group) -> None:
+        model = nn.Linear(2, 1)
+        for param in model.parameters():
+            nn.init.ones_(param)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), process_set=set_of(group)
+        )
+        for _ in range(2):  # in the first step nothing is sent before the step
+            model(torch.ones(1, 2)).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+    for error in attempt_ranks(2, rank):
+        assert "leave clip_grad_norm_ out, and give hvd.DistributedOptimizer(..., max_norm=...)" in str(error)

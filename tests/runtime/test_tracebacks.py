@@ -203,11 +203,14 @@ def test_ctrl_c_in_a_wait_names_the_ranks_that_are_waited_for_where_they_are_kno
     )
 
 
-def test_ctrl_c_in_the_users_own_lines_is_pythons_own_traceback(program, capsys):
+def test_ctrl_c_in_the_users_own_lines_is_one_line_that_names_the_innermost(program, capsys):
     error = program("def train():\n    raise KeyboardInterrupt\ntrain()")
-    shown = printed(error, capsys)
-    assert shown.startswith("Traceback (most recent call last):\n")
-    assert shown.endswith("in train\n    raise KeyboardInterrupt\nKeyboardInterrupt\n")
+    assert printed(error, capsys) == "KeyboardInterrupt: interrupted (at train.py:2)\n"
+
+
+def test_what_the_program_says_with_an_interrupt_of_its_own_is_kept(program, capsys):
+    error = program("raise KeyboardInterrupt('enough')")
+    assert printed(error, capsys) == "KeyboardInterrupt: enough (at train.py:1)\n"
 
 
 def test_ctrl_c_that_is_caught_in_a_wait_is_an_ordinary_one(interrupted):
