@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+BAR_EACH_S = 5.0
 MAX_LINE_BYTES = 1 << 20  # longer ones are shown in pieces
 
 _PIECE = re.compile(rb"([^\r\n]*)(\r\n|\n|\r)")
@@ -16,7 +18,9 @@ _PIECE = re.compile(rb"([^\r\n]*)(\r\n|\n|\r)")
 
 @dataclass
 class Lines:
-    """Splits the bytes of one stream of one worker into lines; ``bar`` is the current bar, if bars are drawn in place.
+    """Splits the bytes of one stream of one worker into lines; ``bar`` is the state of its bar that is no line yet.
+
+    Bars are drawn ``in_place``; otherwise a state of a bar is made a line each `BAR_EACH_S` seconds.
 
     ``stamp`` returns the text before the prefix of lines that end now, ``clean`` the bytes to show for a worker's
     bytes.
@@ -26,7 +30,9 @@ class Lines:
     in_place: bool
     stamp: Callable[[], bytes] = bytes
     clean: Callable[[bytes], bytes] = bytes
+    clock: Callable[[], float] = time.monotonic
     bar: bytes = b""
+    _bar_at_s: float | None = None  # when a state of a bar was last made a line
     _rest: bytearray = field(default_factory=bytearray)
     _begin: bytes = b""  # how the unfinished line begins on the screen, if it is there
     _shown_bytes: int = 0  # how much of the unfinished line is on the screen
@@ -66,15 +72,23 @@ class Lines:
                 self.bar = b""
             elif not body.strip():
                 self.bar = b""
-            elif self.in_place:
+            elif self.in_place or not self._is_bar_due():
                 self.bar = begin + body
             else:
                 lines.append(begin + body + b"\n")
+                self.bar = b""
         if start:
             self._renew(text[start:])
         else:
             self._rest = bytearray(text)
         return b"".join(lines)
+
+    def _is_bar_due(self) -> bool:
+        now_s = self.clock()
+        is_due = self._bar_at_s is None or now_s - self._bar_at_s >= BAR_EACH_S
+        if is_due:
+            self._bar_at_s = now_s
+        return is_due
 
     @property
     def is_unfinished(self) -> bool:

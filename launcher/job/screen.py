@@ -7,7 +7,8 @@ that accepts no output (Ctrl-S, a pager) never delays the supervisor. The screen
 A pipe or a file gets whole lines only, byte by byte as they were written. On a terminal, control sequences are made
 visible (see `terminal_text`). When a worker ends in the middle of a line, a newline is added.
 
-A carriage return without a newline, as in a progress bar, ends a line too. On a terminal the newest such line of each
+A carriage return without a newline, as in a progress bar, ends a state of it. A pipe or a file gets one of these as a
+line every few seconds, and the last. On a terminal the newest such line of each
 worker is drawn in the `footer`, below all other lines, each time in the same place.
 
 A worker's unfinished line may be a prompt: on a terminal it is shown once the worker has been quiet for a moment. What
@@ -225,11 +226,11 @@ class Screen:
         if lines is None:
             prefix = self._prefix(output.worker, output.stream)
             clean = visible_bytes if self._on_terminal[output.stream] else bytes
-            lines = Lines(prefix, self._in_place[output.stream], self._stamp, clean)
+            lines = Lines(prefix, self._in_place[output.stream], self._stamp, clean, self._clock)
             self._lines[output.worker, output.stream] = lines
         text = lines.feed(output.data)
         self._unfinished.pop((output.worker, output.stream), None)
-        if lines.bar:
+        if lines.bar and lines.in_place:
             self._bars[output.worker, output.stream] = lines
         self._write(output.stream, text, lines)
         self._quiet_at.pop((output.worker, output.stream), None)
@@ -298,7 +299,7 @@ class Screen:
 
     def _write(self, stream: Stream, text: bytes, source: Lines | None = None) -> None:
         """Writes whole lines, above the footer."""
-        if self._open is not None and (text or (source is not None and source.bar)):
+        if self._open is not None and (text or (source is not None and source.bar and source.in_place)):
             text = self._after_open(stream, text, source)
         if text and (footer := self._footers.get(stream)):
             footer.write(text)

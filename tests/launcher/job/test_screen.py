@@ -7,7 +7,7 @@ import time
 from queue import SimpleQueue
 
 import pytest
-from hvdlite_launcher.job.lines import MAX_LINE_BYTES, Lines
+from hvdlite_launcher.job.lines import BAR_EACH_S, MAX_LINE_BYTES, Lines
 from hvdlite_launcher.job.output_files import OutputFiles
 from hvdlite_launcher.job.screen import Screen
 from hvdlite_launcher.wire.messages import Output, ScreenDone, ScreenFailed
@@ -58,8 +58,21 @@ def test_all_lines_that_are_completed_at_once_have_the_same_stamp():
     assert lines.finish() == b"t3>rest\n"
 
 
-def test_each_state_of_a_bar_is_a_line_where_it_cannot_be_drawn_in_place():
-    assert _lines(b"\r 10%", b"\r 20%", b"\r100%\n", b"done\n") == b"> 10%\n> 20%\n>100%\n>done\n"
+def test_where_a_bar_cannot_be_drawn_in_place_its_state_is_a_line_every_few_seconds_and_at_its_end():
+    now_s = 0.0
+    lines = Lines(b">", in_place=False, clock=lambda: now_s)
+    shown = []
+    for percent in range(100):
+        shown.append(lines.feed(b"\r%d%%" % percent))
+        now_s += BAR_EACH_S / 20
+    shown.append(lines.feed(b"\r100%\ndone\n"))
+    assert b"".join(shown) == b">0%\n>20%\n>40%\n>60%\n>80%\n>100%\n>done\n"
+
+
+def test_the_last_state_of_a_bar_whose_worker_ends_is_a_line():
+    lines = Lines(b">", in_place=False, clock=lambda: 0.0)
+    assert lines.feed(b"10%\r20%\r30%\r") == b">10%\n"
+    assert lines.finish() == b">30%\n"
 
 
 def test_a_bar_that_is_wiped_leaves_no_empty_line():
