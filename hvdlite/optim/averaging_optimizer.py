@@ -217,6 +217,7 @@ class AveragingOptimizer(HorovodsAttributes):
             "call step() first, or synchronize() to drop them, on every rank. If these gradients are never used, "
             "compute them under `with optimizer.no_sync():`, or freeze the parameters meanwhile",
         )
+        self._reducer.drop_passes()
         self._is_unscaled = False
         self._follow_groups()
         self._optimizer.zero_grad(set_to_none)

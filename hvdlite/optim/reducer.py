@@ -375,11 +375,12 @@ class Reducer(WorldPlan):
         """Raises GradientError if this action would lose complete gradients that are not synchronized.
 
         ``action`` and ``way_out`` are parts of the message. Surplus gradients (see `_is_surplus`) are no error: this
-        waits for them and drops them. It also drops gradients that have not had all their backward passes, and those of
-        a world that has been shut down.
+        waits for them and drops them, as it drops those of a world that has been shut down. Gradients that have not had
+        all their backward passes stay, and count their passes anew.
         """
         self.follow_world()
         if self.is_in_step:
+            weights = self.weights.state
             ready = next((state for state in self._layout.states.values() if state.ready), None)
             if ready is not None:
                 if not self._is_surplus(self._backwards):
@@ -388,10 +389,17 @@ class Reducer(WorldPlan):
                     )
                 self._discard()
             self._end_step()
+            if ready is None:
+                # The next step averages them, so their numbers of samples count in it.
+                self.weights.state = weights
         elif self._deltas is not None:
             self._layout.forget()
         self._backwards.clear()
         self._phase = Phase.IDLE
+
+    def drop_passes(self) -> None:
+        """Forgets backward passes whose gradients the user drops, once nothing is pending."""
+        self.weights.drop()
 
     @property
     def is_discarded(self) -> bool:

@@ -289,6 +289,38 @@ def test_numbers_of_a_pass_that_zero_grad_drops_are_dropped():
         assert grad == pytest.approx([(1 * 1 + 3 * 2) / 4] * 2)
 
 
+@pytest.mark.parametrize("then", [[], [5]])
+@pytest.mark.parametrize("between", ["add_param_group", "consolidate_state_dict"])
+@pytest.mark.parametrize("first", [(1, 3), (0, 2)], ids=str)
+def test_passes_before_a_change_between_the_passes_of_a_step_keep_their_number_of_samples(first, between, then):
+    """``first`` has each rank's n of the first pass, ``then`` the n of later ones."""
+
+    def rank(group: Group) -> list[float]:
+        param = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        inner = torch.optim.SGD([param], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), backward_passes_per_step=3)
+        samples = [first[group.rank], *then]
+        for number, n in enumerate(samples):
+            optimizer.weighted((param * (1.0 + group.rank)).sum(), n).backward()
+            if number == 0 and between == "add_param_group":
+                optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1, dtype=torch.float64))]})
+            elif number == 0:
+                optimizer.consolidate_state_dict()
+        optimizer.step()
+        found = param.grad[0].item()
+        # What zero_grad drops counts no more.
+        optimizer.weighted(param.sum(), 7).backward()
+        optimizer.zero_grad()
+        optimizer.weighted((param * (1.0 + group.rank)).sum(), 1 + 2 * group.rank).backward()
+        optimizer.step()
+        return [found, param.grad[0].item()]
+
+    all_samples = [sum([first[rank], *then]) for rank in range(2)]
+    expected = [(all_samples[0] + 2 * all_samples[1]) / sum(all_samples), (1 + 3 * 2) / 4]
+    for found in run_ranks(2, rank):
+        assert found == pytest.approx(expected, abs=1e-12)
+
+
 @pytest.mark.parametrize("average", ["all", "active"])
 def test_a_rank_that_has_joined_counts_as_no_samples(average):
     def rank(number: int):
