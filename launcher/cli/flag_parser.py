@@ -55,6 +55,10 @@ ended, the end of its stderr is shown again, and hvdlite-run exits with its exit
   --report PID          start no workers; print what each rank of a running job does, and who waits for whom. PID is
                         the process number of its hvdlite-run, on this machine. SIGQUIT (Ctrl-\\) to that has it
                         print the same, as it does when a rank waits for longer than the stall warning's time
+  --show-ranks RANKS    show the output of these ranks alone, such as 0,1, on the screen: files have that of all, and a
+                        rank that fails first is shown at the end
+  --local-ranks-filter RANKS
+                        the same, by their ranks on each host
   -prefix-timestamp, --prefix-output-with-timestamp
                         begin each line of output with the time
   -x NAME[=VALUE]       set this variable for the workers, to VALUE or to the value it has here; may be repeated
@@ -147,6 +151,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--ps", action="store_true")
         self.add_argument("--diagnose")
         self.add_argument("--report")
+        self.add_argument("--show-ranks", type=flag_values.ranks)
+        self.add_argument("--local-ranks-filter", type=flag_values.ranks)
         self.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true")
         self.add_argument("-x", action="append", default=[], dest="exports")
         self.add_argument("--no-env", action="store_true")

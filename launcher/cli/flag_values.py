@@ -31,6 +31,14 @@ def count(text: str) -> int:
     return int(text)
 
 
+def ranks(text: str) -> frozenset[int]:
+    """Parses ranks that are separated by commas."""
+    words = text.split(",")
+    if not all(map(_is_whole, words)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks, such as 0 or 0,1")
+    return frozenset(map(int, words))
+
+
 def seconds(text: str) -> float:
     number = decimal(text)
     if not 0 <= number <= 86400:

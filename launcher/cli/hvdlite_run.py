@@ -34,7 +34,7 @@ from .flag_values import positive_seconds
 _OF_WORKERS = (
     *("num_proc", "dry_run", "output_filename", "report_dir", "metrics_textfile", "summary", "log_json"),
     "watch",
-    *("prefix_output_with_timestamp", "grace", "independent"),
+    *("prefix_output_with_timestamp", "show_ranks", "local_ranks_filter", "grace", "independent"),
 )
 
 _START_TIMEOUT_S = 60.0
@@ -166,6 +166,10 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:
     identity_file = options.ssh_identity_file
     if identity_file is not None and not os.path.isfile(identity_file):
         raise UsageError(f"-i: there is no file {identity_file!r}")
+    if options.show_ranks is not None and options.local_ranks_filter is not None:
+        raise UsageError("--show-ranks and --local-ranks-filter each say whose output is shown: give one of them")
+    if options.local_ranks_filter is not None and is_elastic:
+        raise UsageError("--local-ranks-filter: ranks change in an elastic job: give --show-ranks in its place")
     if options.known_hosts and os.path.basename(options.ssh_program) != "ssh":
         raise UsageError(f"--known-hosts is for ssh, which knows hosts by their keys: {options.ssh_program!r} need not")
     return JobSpec(
@@ -187,6 +191,8 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:
         interfaces=options.network_interface,
         verbose=options.verbose,
         timestamps=options.prefix_output_with_timestamp,
+        show_ranks=options.show_ranks,
+        show_local_ranks=options.local_ranks_filter,
         record_dir=options.output_filename,
         report_dir=_absolute(options.report_dir),
         metrics_file=_absolute(options.metrics_textfile),

@@ -20,9 +20,9 @@ that does not come ends it. `progress` asks how far the workers are;
 
 Modules import only what stands before them:
 
-    failure_message < roster < progress < output_files < lines < json_log < footer < screen < launcher_stdin
-    < ending < first_minute < late_start < init_calls < first_failure < discovery < host_slots < membership
-    < elastic_hosts < generation_table < job_facts < job_view < live_view < watch < metrics < summary < log_events
-    < trained_apart < seats < hangs < cut_links < elastic_job < chaos_report < chaos_job < supervisor < launch
-    < attempts
+    failure_message < roster < progress < output_files < lines < json_log < footer < screen < shown_ranks
+    < launcher_stdin < ending < first_minute < late_start < init_calls < first_failure < discovery < host_slots
+    < membership < elastic_hosts < generation_table < job_facts < job_view < live_view < watch < metrics < summary
+    < log_events < trained_apart < seats < hangs < cut_links < elastic_job < chaos_report < chaos_job < supervisor
+    < launch < attempts
 """

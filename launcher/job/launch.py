@@ -59,6 +59,7 @@ from .output_files import OutputFiles
 from .progress import JobProgress
 from .roster import Roster
 from .screen import Screen, draws_in_place
+from .shown_ranks import shown_by_rank, shown_by_slots
 from .summary import Summary
 from .supervisor import Judgement, Observer, Supervisor
 from .trained_apart import TrainedApart
@@ -248,6 +249,7 @@ def _start_static(
         events,
         agents.output_shown,
         timestamps=job.timestamps,
+        shows=shown_by_slots(job, slots),
         files=files,
         json_log=json_log,
         rank_of=lambda number: workers[number].rank,
@@ -283,6 +285,7 @@ def _start_elastic(
         events,
         agents.output_shown,
         timestamps=job.timestamps,
+        shows=shown_by_rank(job),
         files=files,
         json_log=json_log,
         rank_of=lambda _: None,

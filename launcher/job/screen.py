@@ -57,6 +57,7 @@ class Screen:
         stderr: int = 2,
         environ: Mapping[str, str] = os.environ,
         timestamps: bool = False,
+        shows: Callable[[int, int | None], bool] = lambda _worker, _rank: True,
         files: OutputFiles | None = None,
         json_log: JsonLog | None = None,
         rank_of: Callable[[int], int | None] = int,
@@ -66,7 +67,8 @@ class Screen:
     ) -> None:
         """``shown`` is called for each output that was shown, or that cannot be shown any more.
 
-        ``timestamps``: each line begins with the time. ``files`` and ``json_log`` are closed at the end. ``rank_of``
+        ``timestamps``: each line begins with the time. ``shows``: whether what a worker writes, which has this rank
+        now, is shown. ``files`` and ``json_log`` are closed at the end. ``rank_of``
         maps a worker's number to the rank in its prefix, until `set_rank` is called; None if it has none. ``quiet_s``:
         an unfinished line is shown on a terminal when its worker was quiet for so long. ``redraw_s``: see `Footer`.
         """
@@ -76,6 +78,7 @@ class Screen:
         self._in_place = {stream: draws_in_place(fd, environ) for stream, fd in self._fds.items()}
         self._coloured = not environ.get("NO_COLOR")
         self._stamp: Callable[[], bytes] = _now if timestamps else bytes
+        self._shows = shows
         self._files = files
         self._json_log = json_log
         self._rank_of = rank_of
@@ -219,7 +222,7 @@ class Screen:
     def _show(self, output: Output) -> None:
         self._keep(lambda files: files.write(output))
         self._log(lambda log: log.output(output, self._rank_now(output.worker)))
-        if self._drops:
+        if self._drops or not self._shows(output.worker, self._rank_now(output.worker)):
             self._shown(output)
             return
         lines = self._lines.get((output.worker, output.stream))

@@ -19,12 +19,12 @@ class JobSpec:
     command holds arguments for the Python interpreter of each host's agent. ``as_horovod``: ``import horovod``
     finds hvdlite in workers. ``interfaces`` are the network interfaces by the hosts' labels, with "" for all other
     hosts; of several, separated by commas, a host uses the first that it has. ``timestamps``: shown lines begin
-    with the time. ``record_dir`` is the directory for each worker's output, if it is written to files, and
-    ``report_dir`` the one for reports. ``metrics_file`` is the file for Prometheus, ``summary_file`` the one that
-    is written at the end, and ``log_json`` the one for output and events. ``watch``: the job is shown live.
-    ``attempt`` counts the restarts before.
-    ``elastic`` is None for a job whose ranks stay the same; where a discovery script finds them, ``hosts`` is
-    empty. ``restart`` is None for a job that ends with its first failure.
+    with the time. ``show_ranks`` and ``show_local_ranks``: the ranks whose output is shown; None for all.
+    ``record_dir`` is the directory for each worker's output, if it is written to files, and ``report_dir`` the one
+    for reports. ``metrics_file`` is the file for Prometheus, ``summary_file`` the one that is written at the end,
+    and ``log_json`` the one for output and events. ``watch``: the job is shown live. ``attempt`` counts the
+    restarts before. ``elastic`` is None for a job whose ranks stay the same; where a discovery script finds them,
+    ``hosts`` is empty. ``restart`` is None for a job that ends with its first failure.
     """
 
     hosts: tuple[Host, ...]
@@ -38,6 +38,8 @@ class JobSpec:
     interfaces: Mapping[str, str] = field(default_factory=dict)
     verbose: bool = False
     timestamps: bool = False
+    show_ranks: frozenset[int] | None = None
+    show_local_ranks: frozenset[int] | None = None
     record_dir: str | None = None
     report_dir: str | None = None
     metrics_file: str | None = None
