@@ -18,7 +18,7 @@ from . import elastic_flags, flag_values, horovodrun_flags
 # Written by hand, since argparse's own texts differ between versions of Python.
 HELP = f"""\
 usage: hvdlite-run [-np N] [-H HOSTS | --hostfile FILE] [FLAG ...] [--] COMMAND [ARGUMENT ...]
-       hvdlite-run --watch PID
+       hvdlite-run --watch [PID]
        hvdlite-run --check [-H HOSTS | --hostfile FILE | --host-discovery-script COMMAND] [FLAG ...]
 
 Run COMMAND in N worker processes, each with its own rank, and show their output. When one fails, the others are
@@ -48,13 +48,15 @@ ended, the end of its stderr is shown again, and hvdlite-run exits with its exit
                         of JSON each
   --watch               on a terminal, show the job live below its output: hosts and ranks with their steps, memory,
                         processor and GPU use, and who holds up the others; elsewhere, a line about it each 10 s.
-                        With a PID in place of COMMAND, the job of that hvdlite-run, on this machine. Needs rich
+                        With a PID in place of COMMAND, or neither and one job, the job of that hvdlite-run, on this
+                        machine. Without rich, a line each 10 s on a terminal too
   --ps                  start no workers; print the jobs that you run on this machine, with their hvdlite-run's PID
-  --diagnose PID        start no workers; print as JSON all that --report finds out, with a verdict, and exit with 0 if
+  --diagnose [PID]      start no workers; print as JSON all that --report finds out, with a verdict, and exit with 0 if
                         the job goes on, 3 if it stands still, 4 if nothing is known of it
-  --report PID          start no workers; print what each rank of a running job does, and who waits for whom. PID is
-                        the process number of its hvdlite-run, on this machine. SIGQUIT (Ctrl-\\) to that has it
-                        print the same, as it does when a rank waits for longer than the stall warning's time
+  --report [PID]        start no workers; print what each rank of a running job does, and who waits for whom. PID is
+                        the process number of its hvdlite-run, on this machine, if there are several. SIGQUIT
+                        (Ctrl-\\) to that has it print the same, as it does when a rank waits for longer than the stall
+                        warning's time
   --show-ranks RANKS    show the output of these ranks alone, such as 0,1, on the screen: files have that of all, and a
                         rank that fails first is shown at the end
   --local-ranks-filter RANKS
@@ -149,8 +151,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--log-json")
         self.add_argument("--watch", action="store_true")
         self.add_argument("--ps", action="store_true")
-        self.add_argument("--diagnose")
-        self.add_argument("--report")
+        self.add_argument("--diagnose", nargs="?", const="")
+        self.add_argument("--report", nargs="?", const="")
         self.add_argument("--show-ranks", type=flag_values.ranks)
         self.add_argument("--local-ranks-filter", type=flag_values.ranks)
         self.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true")
@@ -190,11 +192,14 @@ class Parser(argparse.ArgumentParser):
     def split_command(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
         """Returns the launcher's flags, and the command: from the first word that is no flag, or after ``--``."""
         values = {name: _count_values(flag) for flag in self.flags for name in flag.option_strings}
+        optional = {name for flag in self.flags if flag.nargs == "?" for name in flag.option_strings}
         flags: list[str] = []
         i = 0
         while i < len(argv) and argv[i].startswith("-") and argv[i] != "--":
             flag = self._in_full(argv[i])
             after = i + 1 + values.get(flag, 0)
+            if flag in optional and argv[i + 1 : after] and argv[i + 1].startswith("-"):
+                after = i + 1
             flags += [flag, *argv[i + 1 : after]]
             i = after
         command = list(argv[i:])

@@ -89,7 +89,11 @@ def _run(argv: Sequence[str]) -> int:
 def _asked_of_running_jobs(options: argparse.Namespace, command: Sequence[str]) -> str | None:
     given = {"--ps": options.ps, "--report": options.report is not None, "--diagnose": options.diagnose is not None}
     # A command is never a number alone.
-    given["--watch"] = options.watch and len(command) == 1 and command[0].isdecimal()
+    is_number = len(command) == 1 and command[0].isdecimal()
+    is_alone = not command and all(
+        getattr(options, flag.dest) == flag.default for flag in Parser().flags if flag.dest != "watch"
+    )
+    given["--watch"] = options.watch and (is_number or is_alone)
     flags = [flag for flag, is_given in given.items() if is_given]
     if len(flags) > 1:
         raise UsageError(f"{flags[0]} and {flags[1]} ask for different things: give only one of them")
@@ -103,21 +107,21 @@ def _show_running_jobs(asked: str, options: argparse.Namespace, command: Sequenc
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What a job says of itself may have characters that the encoding of this terminal or file lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
+    from ..report.console import ask_for_report, table_of_jobs, the_one_job  # noqa: PLC0415  # seldom needed
+
     if asked == "--watch":
         from .watch_job import watch_job  # noqa: PLC0415  # seldom needed
 
-        return watch_job(command[0])
+        return watch_job(command[0] if command else the_one_job(asked))
     if command:
         raise UsageError(f"{asked} starts no command: leave out {command[0]!r}, and what follows it")
-    from ..report.console import ask_for_report, table_of_jobs  # noqa: PLC0415  # seldom needed
-
     if options.ps:
         write(f"{table_of_jobs()}\n")
         return 0
     if options.report is not None:
-        write(f"{ask_for_report(options.report)[0]}\n")
+        write(f"{ask_for_report(options.report or the_one_job(asked))[0]}\n")
         return 0
-    _, data = ask_for_report(options.diagnose, "--diagnose")
+    _, data = ask_for_report(options.diagnose or the_one_job(asked), "--diagnose")
     write(f"{json.dumps(data, indent=1)}\n")
     return _EXIT_CODES.get(str(data["verdict"]), 1)
 

@@ -14,11 +14,11 @@ from functools import partial
 from ..errors import JobEndsError, LauncherError, UsageError
 from ..job.footer import Footer
 from ..job.job_view import JobView
-from ..job.live_view import LiveView
+from ..job.live_view import LiveView, make_view
 from ..job.screen import draws_in_place, put_all, terminal_size
 from ..job.watch import EACH_S
 from ..report.console import ask_for_view
-from ..system.terminal_text import visible, write
+from ..system.terminal_text import say, visible, write
 
 # The first answer has no rates yet.
 _SOON_S = 0.7
@@ -32,7 +32,7 @@ def watch_job(pid: str) -> int:
 
     Raises a UsageError if there is no such job, and a LauncherError if it does not answer.
     """
-    view = LiveView(f"--watch {pid}") if draws_in_place(1) else None
+    view = make_view(say) if draws_in_place(1) else None
     began = _beginning_of(pid)
     job = _asked(pid)
     # In place of the handler of `launcher.__main__`, which ends this process with a line about a job that it runs.

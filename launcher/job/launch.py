@@ -51,7 +51,7 @@ from .job_facts import JobFacts
 from .json_log import JsonLog
 from .late_start import LateStart
 from .launcher_stdin import Stdin, echoes
-from .live_view import LiveView
+from .live_view import LiveView, make_view
 from .log_events import LogEvents
 from .membership import Membership
 from .metrics import METRICS_EACH_S, Metrics
@@ -88,7 +88,7 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
         _require_timeline(job.environment.here, job.cwd)
     if job.attempt == 0:  # a restart must not fail because of a directory that has gone meanwhile
         _require_files(job)
-    view = LiveView() if job.watch and draws_in_place() else None
+    view = make_view(say) if job.watch and draws_in_place() else None
     json_log = _json_log(job)
     start = _start_static if job.elastic is None else _start_elastic
     shared = Store() if store is None else store

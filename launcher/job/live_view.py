@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError
 from .job_view import JobView, age, bytes_in_short, in_short, name_of, severity, trouble_of
 from .progress import RankProgress
 
@@ -48,19 +47,24 @@ class _Row:
     remark_style: str = ""
 
 
+def make_view(say: Callable[[str], object]) -> LiveView | None:
+    """Returns a view; None without rich, which it says: a line about the job every few seconds takes its place."""
+    try:
+        return LiveView()
+    except ImportError:
+        say("--watch: a line every 10 s, as rich is not installed: pip install 'hvdlite[watch]', or pip install rich")
+        return None
+
+
 class LiveView:
     """Draws views of one job."""
 
-    def __init__(self, flag: str = "--watch", environ: Mapping[str, str] = os.environ) -> None:
-        """Raises `UsageError`, which names the flag, if rich is not installed."""
-        try:
-            from rich.cells import cell_len, set_cell_size  # noqa: PLC0415  # optional, and costs 100 ms
-            from rich.console import Console  # noqa: PLC0415
-            from rich.text import Text  # noqa: PLC0415
-        except ImportError:
-            raise UsageError(
-                f"{flag} needs rich on this machine: pip install 'hvdlite[watch]', or pip install rich"
-            ) from None
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        """Raises an ImportError if rich is not installed."""
+        from rich.cells import cell_len, set_cell_size  # noqa: PLC0415  # optional, and costs 100 ms
+        from rich.console import Console  # noqa: PLC0415
+        from rich.text import Text  # noqa: PLC0415
+
         self._console, self._text, self._cell_len, self._set_cell_size = Console, Text, cell_len, set_cell_size
         self._is_coloured = not environ.get("NO_COLOR")
 

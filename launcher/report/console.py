@@ -154,6 +154,17 @@ def ask_for_report(job: str, flag: str = "--report") -> tuple[str, dict[str, Any
         raise LauncherError(f"{flag}: hvdlite-run {job} is of another version: use its own hvdlite-run") from None
 
 
+def the_one_job(flag: str) -> str:
+    """Returns the process number of the only hvdlite-run of this user here; raises a UsageError unless it is alone."""
+    jobs = running_jobs()
+    if len(jobs) == 1:
+        return str(jobs[0])
+    if jobs:
+        raise UsageError(f"{flag}: {len(jobs)} of your jobs run here; give the PID of one of them (--ps lists them)")
+    there = advice(elsewhere())
+    raise UsageError(f"{flag}: none of your jobs runs here{there and f'. {there}'}")
+
+
 def ask_for_view(job: str, flag: str = "--watch") -> Any:
     """Returns JSON's value of what there is to see of a running job; raises as `ask_for_report` does."""
     return _asked(job, flag, _WATCH, "does not answer")

@@ -3,11 +3,13 @@
 import io
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
-from hvdlite_launcher.cli import flag_parser, hvdlite_run
+from hvdlite_launcher.cli import flag_parser, hvdlite_run, watch_job
+from hvdlite_launcher.report import console
 from hvdlite_launcher.report.console import Console
 
 HELP = Path(__file__).with_name("help.txt")
@@ -187,6 +189,52 @@ def test_flags_that_have_no_effect_on_a_running_job_are_refused(asked, capsys):
     command = ["4242"] if asked == ["--watch"] else []
     assert hvdlite_run.main([*asked, "-np", "2", *command]) == 2
     assert f"{asked[0]} of a running job starts none: leave out -np/-n/--num-proc" in capsys.readouterr().err
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """Provides the list of this user's jobs that are found here, which is empty at first."""
+    found: list[int] = []
+    monkeypatch.setattr(console, "running_jobs", lambda: found)
+    monkeypatch.setattr(console, "elsewhere", list)
+    return found
+
+
+@pytest.mark.parametrize("flag", ["--report", "--diagnose", "--watch"])
+def test_without_a_number_the_one_job_that_runs_is_meant(flag, jobs, capsys, monkeypatch):
+    monkeypatch.setattr(watch_job, "_asked_again", lambda *_: None)
+    monkeypatch.setattr(watch_job, "_LINE_EACH_S", 0.0)
+    monkeypatch.setattr(watch_job, "_SOON_S", 0.0)
+    monkeypatch.setattr(watch_job.signal, "set_wakeup_fd", lambda _: None)
+    assert hvdlite_run.main([flag]) == 2
+    assert f"{flag}: none of your jobs runs here" in capsys.readouterr().err
+    jobs.append(os.getpid())
+    view = {"age_s": 1, "command": "c", "generation": None, "faults": 0, "ranks": [], "hosts": {}}
+
+    def answer(asked):
+        asked.answer(*([view] if flag == "--watch" else ["the report", {"verdict": "goes on", "ranks": []}]))
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with Console(answer, dict):
+            assert hvdlite_run.main([flag]) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+    said = {"--report": "the report", "--diagnose": "goes on", "--watch": f"hvdlite-run {os.getpid()} has ended"}
+    assert said[flag] in capsys.readouterr().out
+    jobs.append(1)
+    assert hvdlite_run.main([flag]) == 2
+    assert f"{flag}: 2 of your jobs run here; give the PID of one of them (--ps lists them)" in capsys.readouterr().err
+
+
+def test_watch_with_other_flags_and_no_command_lacks_its_command(capsys):
+    assert hvdlite_run.main(["--watch", "-np", "2"]) == 2
+    assert "no command to run" in capsys.readouterr().err
+
+
+def test_after_a_question_without_a_number_a_flag_is_a_flag(capsys):
+    assert hvdlite_run.main(["--report", "--no-env"]) == 2
+    assert "--report of a running job starts none: leave out --no-env" in capsys.readouterr().err
 
 
 def test_a_job_that_is_gone_cannot_be_watched(capsys):

@@ -8,9 +8,8 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hvdlite_launcher.errors import UsageError
 from hvdlite_launcher.job.job_view import JobView
-from hvdlite_launcher.job.live_view import LiveView
+from hvdlite_launcher.job.live_view import LiveView, make_view
 from hvdlite_launcher.job.progress import HostProgress, RankProgress
 from rich.cells import cell_len
 
@@ -142,7 +141,10 @@ def test_it_comes_back_from_json_also_with_what_a_newer_version_knows():
             JobView.from_data(wrong)
 
 
-def test_without_rich_the_user_is_told_what_to_install(monkeypatch):
+def test_without_rich_there_is_no_view_and_the_user_is_told_what_to_install(monkeypatch):
+    said = []
+    assert isinstance(make_view(said.append), LiveView)
+    assert said == []
     monkeypatch.setitem(sys.modules, "rich.cells", None)
-    with pytest.raises(UsageError, match=r"^--watch needs rich on this machine: pip install 'hvdlite\[watch\]'"):
-        LiveView()
+    assert make_view(said.append) is None
+    assert said[0].startswith("--watch: a line every 10 s, as rich is not installed: pip install 'hvdlite[watch]'")
