@@ -320,6 +320,10 @@ class HvdliteStrategy(_ParallelStrategy):  # type: ignore[misc]  # of type Any: 
         if group not in (None, dist.group.WORLD):
             raise ValueError("HvdliteStrategy reduces over all ranks: leave out sync_dist_group")
         with torch.no_grad():
+            if op is Average and not (tensor.is_floating_point() or tensor.is_complex()):
+                # As Lightning's own strategies do, which Lightning and its users ask for means of counts.
+                total = allreduce(tensor.to(torch.int64), op=Sum)
+                return tensor.copy_(total.div_(size(), rounding_mode="trunc"))
             return tensor.copy_(allreduce(tensor, op=op))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

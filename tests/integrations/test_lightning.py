@@ -8,12 +8,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from e2e.conftest import Launch
+from worlds import run_worlds
+
+from hvdlite.ops import reduction
 
 pytestmark = pytest.mark.slow
 
@@ -161,6 +165,21 @@ def test_the_strategys_collectives_are_over_all_ranks(trained):
             "all": False,
             "any": True,
         }
+
+
+def test_a_mean_of_integers_is_lightnings_own_and_no_warning(caplog):
+    from hvdlite.lightning import HvdliteStrategy  # noqa: PLC0415  # it needs Lightning
+
+    def rank(own: int) -> list[float]:
+        reduce = partial(HvdliteStrategy.reduce, None)
+        tensors = [torch.tensor([7 + own], dtype=dtype) for dtype in (torch.int64, torch.uint8, torch.float32)]
+        tensors.append(torch.tensor([200 + own], dtype=torch.uint8))  # of which the sum has no room
+        return [reduce(tensor, reduce_op="mean").item() for tensor in tensors]
+
+    reduction._warned_of_integers.clear()
+    assert run_worlds(2, rank) == [[7, 7, 7.5, 200]] * 2
+    assert not reduction._warned_of_integers.is_set()
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("name", ["backward_passes_per_step", "named_parameters", "step_on_arrival", "lr"])
