@@ -1,6 +1,6 @@
 """The report as text for people and as data for programs.
 
-Report ──► text: the cause, who waits for it, equal stacks once, a table of ranks
+Report ──► text: the cause, who waits for it, equal stacks once, a line for each group that waits, a table of ranks
        └─► data: all of it, for JSON
 """
 
@@ -121,15 +121,18 @@ def _cause_lines(cause: Cause) -> list[str]:
             (wait for each in cause.waiting for wait in each.waits), key=lambda each: each.waited_s, default=None
         )
         verb = "waits" if len(cause.waiting) == 1 else "wait"
-        place = cause.waiting[0].place()
-        if longest is not None:
-            waited = f", for {longest.waited_s:.0f} s, in {longest.what}"
-        else:
-            waited = "" if place is None else f", at {place}"
+        places = _places(cause.waiting)
+        waited = "" if longest is None else f", for {longest.waited_s:.0f} s, in {longest.what}"
+        if len(places) == 1:
+            waited += f", at {places.pop()}"
         lines.append(f"  {name_all(cause.waiting)} {verb} for others{waited}")
         if cause.ranks:
             lines += _difference_lines(cause.ranks[0], cause.waiting[0])
     return lines
+
+
+def _places(facts: Sequence[RankFacts]) -> set[Frame]:
+    return {place for each in facts if (place := each.place()) is not None}
 
 
 def _ways_lines(cause: Cause) -> list[str]:
@@ -156,15 +159,24 @@ def _ranks_lines(cause: Cause) -> list[str]:
 
 
 def _stacks(facts: Sequence[RankFacts], cause: Cause) -> list[str]:
-    """The main threads' stacks, equal ones once; those of the cause first, with all of its threads."""
+    """The main threads' stacks, equal ones once; those of the cause first, with all of its threads.
+
+    Ranks that wait for others are a line.
+    """
     groups: dict[tuple[object, ...], list[RankFacts]] = {}
     for each in sorted(facts, key=lambda each: each not in cause.ranks):
         if each.main:
             # Within the same line of the program, ranks that wait differ by chance in how deep in a library they are.
             own = tuple(frame for frame in each.main if each.is_users(frame))
             groups.setdefault((own or each.main, each.is_waiting(), each.source), []).append(each)
+    told = [*(each for way in cause.ways for each in way), *(cause.waiting if len(_places(cause.waiting)) == 1 else ())]
     lines: list[str] = []
     for those in list(groups.values())[:_MOST_STACKS]:
+        if those[0].is_waiting() and those[0] not in cause.ranks:
+            # What they wait for, and where, says it all. The frames are in the data.
+            if those[0] not in told:
+                lines.append(f"  {name_all(those)}, {'each of which' if len(those) > 1 else 'which'} {where(those[0])}")
+            continue
         frames = those[0].main
         how = " (written on a signal, since it did not answer)" if those[0].is_mute else ""
         lines += [f"  main thread of {name_all(those)}{how}:", *_frame_lines(frames, those[0])]
