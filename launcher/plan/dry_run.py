@@ -22,7 +22,7 @@ from .worker_environment import HostEnvironment, elastic_environment, job_dir, s
 
 
 def dry_run(job: JobSpec, slots: Sequence[Slot], by_flags: Mapping[str, str]) -> str:
-    """Returns one paragraph for each of the job's ``slots``, with what is known on this host.
+    """Returns what all of the job's ``slots`` share, and a paragraph for each, with what is known on this host.
 
     ``by_flags`` are the variables that flags set for all workers.
     """
@@ -56,19 +56,19 @@ def elastic_dry_run(
     assert job.elastic is not None, "the caller has asked"
     shown = _set_by_flags(job, by_flags)
     is_alone = job.elastic.discovery is None and len(hosts) == 1
-    paragraphs = [_rules(job.elastic, hosts, workers)]
+    places: list[tuple[str, Mapping[str, str]]] = []
     for worker in workers:
         host = worker.host
         facts = _facts_here(job, host, host.slots) if host.is_here and is_alone else None
         chaos = job.elastic.chaos or ChaosSpec()
         faults = worker_form(chaos.of_worker(worker.number, job.elastic.policy.first_np))
         own = elastic_environment(worker.number, host.label, worker.slot, faults)
-        place = f"worker {worker.number} on {host.label}: local rank {worker.slot}{_runs(job)}\n"
+        place = f"worker {worker.number} on {host.label}: local rank {worker.slot}"
         variables = _variables(
             job.environment, host, own, facts, _interface_of(job, host), host.slots, is_alone=is_alone
         )
-        paragraphs.append(place + _lines(variables | shown))
-    return "\n".join(paragraphs)
+        places.append((place, variables | shown))
+    return "\n".join([_rules(job.elastic, hosts, workers), *_paragraphs(places, "all workers", _runs(job))])
 
 
 def _rules(elastic: ElasticSpec, hosts: Sequence[Host], workers: Sequence[FirstWorker]) -> str:
@@ -126,7 +126,7 @@ def _set_by_flags(job: JobSpec, by_flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def _runs(job: JobSpec) -> str:
-    return f"; runs {shlex.join(job.command)} in {job.cwd}" if job.command else ""
+    return f"runs {shlex.join(job.command)} in {job.cwd}" if job.command else ""
 
 
 def preview(
@@ -137,16 +137,16 @@ def preview(
     by_flags: Mapping[str, str] | None = None,
     runs: str = "",
 ) -> str:
-    """Returns one paragraph for each rank.
+    """Returns one paragraph for what all ranks share, and one for each rank.
 
     ``facts_of(host)`` returns None where only the host itself knows them. ``interface_of(host)`` returns the interface
-    that the user chose. ``by_flags`` are the variables that flags set for all workers. ``runs`` ends the
-    first line of each paragraph.
+    that the user chose. ``by_flags`` are the variables that flags set for all workers. ``runs`` is what they
+    run, in words.
     """
     hosts = {slot.host for slot in slots}
     first = slots[0].host
     address = "127.0.0.1" if len(hosts) == 1 else f"<the address of {first.label}>"
-    paragraphs = []
+    places: list[tuple[str, Mapping[str, str]]] = []
     for slot in slots:
         own = slot_environment(slot, len(slots), master_address=address, master_port=0)
         own["MASTER_PORT"] = f"<a free port of {first.label}>"
@@ -161,10 +161,21 @@ def preview(
         )
         place = (
             f"rank {slot.rank} on {slot.host.label}: local rank {slot.local_rank} of {slot.local_size}, "
-            f"cross rank {slot.cross_rank} of {slot.cross_size}{runs}\n"
+            f"cross rank {slot.cross_rank} of {slot.cross_size}"
         )
-        paragraphs.append(place + _lines(variables | dict(by_flags or {})))
-    return "\n".join(paragraphs)
+        places.append((place, variables | dict(by_flags or {})))
+    return "\n".join(_paragraphs(places, "all ranks", runs))
+
+
+def _paragraphs(places: Sequence[tuple[str, Mapping[str, str]]], all_of_them: str, runs: str) -> list[str]:
+    """Returns a paragraph for each place with its own variables, after one for what all of them share."""
+    if len(places) < 2:
+        return [f"{place}{runs and f'; {runs}'}\n{_lines(variables)}" for place, variables in places]
+    first = places[0][1]
+    shared = {name: value for name, value in first.items() if all(own.get(name) == value for _, own in places)}
+    own = [(place, {name: of[name] for name in of if name not in shared}) for place, of in places]
+    head = f"{all_of_them}{runs and f': {runs}'}\n{_lines(shared)}"
+    return [head, *(f"{place}\n{_lines(variables)}" for place, variables in own)]
 
 
 def _variables(

@@ -203,8 +203,12 @@ def test_a_dry_run_tells_what_a_job_then_sets_and_starts_nothing(launch, tmp_pat
     assert b"s3cret" not in out
     assert not ran.exists()
     assert job.leftovers() == []
-    told = [dict(line.strip().split("=", 1) for line in rank.splitlines()[1:]) for rank in out.decode().split("\n\n")]
-    for variables, environment in zip(told, _environments(launch, "-np", "2"), strict=True):
+    shared, *told = (
+        dict(line.strip().split("=", 1) for line in each.splitlines()[1:]) for each in out.decode().split("\n\n")
+    )
+    for variables, environment in zip(
+        [{**shared, **own} for own in told], _environments(launch, "-np", "2"), strict=True
+    ):
         directory = re.escape(variables.pop("HVDLITE_JOB_DIR")).replace("tmp0", "tmp1").replace("<job>", "[0-9a-f]+-0")
         assert re.fullmatch(directory, environment["HVDLITE_JOB_DIR"])
         assert variables.pop("HVDLITE_STORE").startswith("unix://")

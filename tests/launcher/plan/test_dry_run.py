@@ -9,28 +9,11 @@ from hvdlite_launcher.plan.job_spec import JobSpec
 from hvdlite_launcher.plan.slots import plan_slots
 from hvdlite_launcher.plan.worker_environment import HostEnvironment
 
-FIRST = """\
-rank 0 on a: local rank 0 of 2, cross rank 0 of 2
-    HVDLITE_RANK=0
+SHARED_AND_FIRST = """\
+all ranks
     HVDLITE_SIZE=3
-    HVDLITE_LOCAL_RANK=0
-    HVDLITE_LOCAL_SIZE=2
-    HVDLITE_CROSS_RANK=0
-    HVDLITE_CROSS_SIZE=2
-    HVDLITE_WORKER=0
-    HVDLITE_HOST=a
-    HOROVOD_RANK=0
     HOROVOD_SIZE=3
-    HOROVOD_LOCAL_RANK=0
-    HOROVOD_LOCAL_SIZE=2
-    HOROVOD_CROSS_RANK=0
-    HOROVOD_CROSS_SIZE=2
-    HOROVOD_HOSTNAME=a
-    RANK=0
     WORLD_SIZE=3
-    LOCAL_RANK=0
-    LOCAL_WORLD_SIZE=2
-    GROUP_RANK=0
     MASTER_ADDR=<the address of a>
     MASTER_PORT=<a free port of a>
     HVDLITE_STORE=unix:///tmp/hvdlite-<job>/store
@@ -40,6 +23,25 @@ rank 0 on a: local rank 0 of 2, cross rank 0 of 2
     GLOO_ENABLE_STORE_V2_API=1
     GLOO_SOCKET_IFNAME=lan0
     NCCL_SOCKET_IFNAME==lan0
+
+rank 0 on a: local rank 0 of 2, cross rank 0 of 2
+    HVDLITE_RANK=0
+    HVDLITE_LOCAL_RANK=0
+    HVDLITE_LOCAL_SIZE=2
+    HVDLITE_CROSS_RANK=0
+    HVDLITE_CROSS_SIZE=2
+    HVDLITE_WORKER=0
+    HVDLITE_HOST=a
+    HOROVOD_RANK=0
+    HOROVOD_LOCAL_RANK=0
+    HOROVOD_LOCAL_SIZE=2
+    HOROVOD_CROSS_RANK=0
+    HOROVOD_CROSS_SIZE=2
+    HOROVOD_HOSTNAME=a
+    RANK=0
+    LOCAL_RANK=0
+    LOCAL_WORLD_SIZE=2
+    GROUP_RANK=0
 
 """
 
@@ -54,9 +56,9 @@ def test_what_only_a_host_knows_is_left_open():
     assert "GLOO_SOCKET_IFNAME=<the interface towards the other hosts>" in shown
 
 
-def test_each_rank_is_shown_with_its_place_and_the_variables_set_for_it():
+def test_what_all_ranks_share_is_shown_once_and_each_rank_with_its_place_and_its_own_variables():
     shown = _preview({}, Host("a", 2), Host("b", 1))
-    assert shown.startswith(FIRST)
+    assert shown.startswith(SHARED_AND_FIRST)
     places = [line for line in shown.splitlines() if line.startswith("rank")]
     assert places == [
         "rank 0 on a: local rank 0 of 2, cross rank 0 of 2",
@@ -71,24 +73,26 @@ def test_the_interface_that_the_user_wants_is_shown():
     assert shown.count("GLOO_SOCKET_IFNAME=eth1") == 1
 
 
-def test_what_flags_choose_for_all_workers_is_shown_for_each():
+def test_what_flags_choose_for_all_workers_is_shown_once():
     hosts = (Host("a"), Host("b"))
     job = JobSpec(
         hosts, None, ("train",), "/", Environment({}, {}), 1, 1, interfaces={"": "eth0,eth1"}, as_horovod=True
     )
     shown = dry_run(job, plan_slots(hosts), {"HVDLITE_VERBOSE": "1"})
-    assert shown.count("GLOO_SOCKET_IFNAME=<the first of eth0,eth1 that the host has>") == 2
-    assert shown.count("HVDLITE_VERBOSE=1") == 2
-    assert shown.count(", <the directory of hvdlite's horovod on that host>, then its other value") == 2
+    assert shown.count("GLOO_SOCKET_IFNAME=<the first of eth0,eth1 that the host has>") == 1
+    assert shown.count("HVDLITE_VERBOSE=1") == 1
+    assert shown.count(", <the directory of hvdlite's horovod on that host>, then its other value") == 1
 
 
-def test_the_command_and_its_directory_are_shown_for_each_rank():
-    job = JobSpec((Host("a", 2),), None, ("python", "my train.py"), "/home/me", Environment({}, {}), 1, 1)
-    places = [line for line in dry_run(job, plan_slots(job.hosts), {}).splitlines() if line.startswith("rank")]
-    assert places == [
-        f"rank {rank} on a: local rank {rank} of 2, cross rank 0 of 1; runs python 'my train.py' in /home/me"
-        for rank in (0, 1)
-    ]
+def test_the_command_and_its_directory_are_shown_once():
+    def places(slots: int) -> list[str]:
+        job = JobSpec((Host("a", slots),), None, ("python", "my train.py"), "/home/me", Environment({}, {}), 1, 1)
+        return [line for line in dry_run(job, plan_slots(job.hosts), {}).splitlines() if line[:1].strip()]
+
+    runs = "runs python 'my train.py' in /home/me"
+    assert places(1) == [f"rank 0 on a: local rank 0 of 1, cross rank 0 of 1; {runs}"]
+    ranks = [f"rank {rank} on a: local rank {rank} of 2, cross rank 0 of 1" for rank in (0, 1)]
+    assert places(2) == [f"all ranks: {runs}", *ranks]
 
 
 def test_what_the_user_has_set_is_not_shown():
@@ -120,7 +124,7 @@ def _shown(capsys, *words: str) -> str:
 def test_of_an_elastic_job_its_rules_its_hosts_and_its_first_workers_are_shown(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     words = ["-np", "2", "--min-np", "1", "--max-np", "2", "--spares", "1", "-H", "localhost:4"]
-    rules, *workers = _shown(capsys, *words).split("\n\n")
+    rules, shared, *workers = _shown(capsys, *words).split("\n\n")
     assert rules.splitlines() == [
         "elastic job: 2 or more ranks at the beginning, 1 or more later, with 2 at most; "
         "1 besides wait for a place (--spares)",
@@ -129,8 +133,9 @@ def test_of_an_elastic_job_its_rules_its_hosts_and_its_first_workers_are_shown(c
         "(--max-restarts)",
     ]
     assert [worker.splitlines()[0] for worker in workers] == [
-        f"worker {number} on localhost: local rank {number}; runs python train.py in {tmp_path}" for number in range(3)
+        f"worker {number} on localhost: local rank {number}" for number in range(3)
     ]
+    assert shared.startswith(f"all workers: runs python train.py in {tmp_path}\n")
     assert all(f"    HVDLITE_WORKER={number}\n" in worker for number, worker in enumerate(workers))
     assert not any(word in worker for worker in workers for word in ("HVDLITE_RANK", "SIZE=", "MASTER_"))
 
@@ -144,7 +149,7 @@ def test_hosts_of_an_elastic_job_are_those_that_its_script_prints_now(capsys):
         "worker 2 on localhost: local rank 0",
     ]
     # More hosts may come, so that no worker is reached by loopback alone.
-    assert shown.count("GLOO_SOCKET_IFNAME=<the interface towards the other hosts>") == 3
+    assert shown.count("GLOO_SOCKET_IFNAME=<the interface towards the other hosts>") == 1
 
 
 def test_an_elastic_job_that_would_wait_for_hosts_is_shown_to_wait(capsys):
