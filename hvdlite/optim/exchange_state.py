@@ -53,9 +53,10 @@ class ExchangeState:
         self._rescale()
         factor = self.reference / reference
         if self._is_unweighted:
-            # After the first weighted step the reference is its mean n: such weights are near 1.
-            factor = n / reference if n else 1.0
-            self._is_unweighted = not n and reference == FIRST_REFERENCE
+            # After the first weighted step the reference is its mean n: such weights are near 1. A rank without samples
+            # does not know the others' n, and must not count more than any of them: it may keep a part of their sum.
+            factor = 1.0 if n is None else max(n, 1) / reference
+            self._is_unweighted = n is None and reference == FIRST_REFERENCE
         if factor != 1.0 and self._depends_on_scale:
             self._exchange.rescale(factor)
         self.reference = reference

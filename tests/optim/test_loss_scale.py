@@ -255,3 +255,26 @@ def test_what_steps_without_weights_have_kept_counts_as_much_in_weighted_ones(na
 
     for plain, weighted in on("2 hosts", rank):
         assert torch.equal(weighted, plain)
+
+
+@pytest.mark.parametrize("idle", [0, 1, 2])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_rank_without_samples_in_the_first_weighted_step_adds_no_more_of_plain_ones_than_is_kept(name, idle):
+    """Each host keeps a part of what the sums of all have lost."""
+
+    def rank(group: Group) -> Tensor:
+        param = nn.Parameter(torch.zeros(64, 64))
+        inner = torch.optim.SGD([param], lr=0.0)
+        optimizer = hvd.DistributedOptimizer(inner, compression=FORMS[name], process_set=set_of(group))
+        for number in range(3):
+            values = torch.randn(64, 64, generator=torch.Generator().manual_seed(10 * number + group.rank))
+            optimizer.zero_grad()
+            loss = (param * values).sum()
+            (loss if number < 2 else optimizer.weighted(loss, int(group.rank != idle))).backward()
+            optimizer.step()
+        assert param.grad is not None
+        return param.grad
+
+    for grad in on("3 hosts", rank):
+        # Without what is kept the norm of such an average is near 45.
+        assert grad.norm() < 3 * 64
