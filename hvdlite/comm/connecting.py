@@ -10,7 +10,8 @@ it from outside, by what gloo takes for answers: where it connects, the attempts
 connected to, this process connects to itself. `gloo.open_proven` then finds that such a group is of no use.
 
 `runtime.elastic_world` makes one for each attempt of an elastic job, and one for the groups that are opened later in
-the world, which `runtime.world` gives up at the generation's end.
+the world, which `runtime.world` gives up at the generation's end. Where another host refuses connections, gloo fails at
+once on the rank that connects: `Refusals` tell hvdlite-run so.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
-from .gloo import loops_connecting, sockets_of
+from .gloo import Connections, loops_connecting, make_devices, sockets_of
 from .keepalive import address_in, is_probed, probe, silence_s
 
 # Of TCP_INFO (linux/tcp.h), whose first byte is the state.
@@ -40,6 +42,25 @@ _MOST_GIVING_UP_S = 5.0
 _PAIR = struct.Struct("=Q")
 
 
+@dataclass(frozen=True, slots=True)
+class Refusals:
+    """The addresses at which gloo listens here, and those that have refused a connection, as far as is known."""
+
+    addresses: tuple[str, ...] = ()
+    refused_by: tuple[str, ...] = ()
+
+
+def own_addresses() -> tuple[str, ...]:
+    """Returns the addresses at which gloo listens in this process, for which it makes devices that it drops again."""
+    connections = Connections()
+    devices = make_devices(connections)
+    found = [
+        address_in(each.getsockname()) for loop in connections.loops for each, _, listens in sockets_of(loop) if listens
+    ]
+    del devices
+    return tuple(sorted(set(found)))
+
+
 class Connecting:
     """The gloo groups that this process is opening in one generation. Any thread may call its methods."""
 
@@ -50,6 +71,10 @@ class Connecting:
         self._over = threading.Event()
         self._unanswered_since: dict[str, float] = {}
         self._end: list[Callable[[], None]] = []
+        self.is_late = False
+        """Whether the time of `for_at_most` was over before the ranks had connected."""
+        self.addresses_by_rank: dict[int, tuple[str, ...]] = {}
+        """What `own_addresses` has returned on the ranks of several hosts; empty if they do not need it."""
 
     def on_give_up(self, end: Callable[[], None]) -> None:
         """Has `give_up` call ``end``, too: it ends operations of a group that is connected already."""
@@ -70,6 +95,24 @@ class Connecting:
         """
         until_s = self._clock() + _MOST_GIVING_UP_S
         self._give_up_while(lambda: bool(loops_connecting()) and self._clock() < until_s)
+
+    @contextlib.contextmanager
+    def for_at_most(self, limit_s: float) -> Iterator[None]:
+        """A context in which gloo connects, and fails after ``limit_s``: by itself it takes five times its timeout."""
+        is_over = threading.Event()
+
+        def give_up_late() -> None:
+            if not is_over.wait(limit_s):
+                self.is_late = True
+                self._give_up_while(lambda: not is_over.is_set())
+
+        limit = threading.Thread(target=give_up_late, name="hvdlite-connecting", daemon=True)
+        limit.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            limit.join()
 
     def _give_up_while(self, is_needed: Callable[[], bool]) -> None:
         let_in: set[int] = set()

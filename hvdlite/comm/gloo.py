@@ -186,10 +186,15 @@ def make_gloo(
     It takes the interfaces of GLOO_SOCKET_IFNAME if that is set, as `dist.ProcessGroupGloo` does.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's own stubs lack it
-    options._devices = [_make_device(interface, connections) for interface in _interfaces()]
+    options._devices = make_devices(connections)
     options._threads = 2 * len(options._devices)
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def make_devices(connections: Connections) -> list[dist.ProcessGroupGloo.Device]:
+    """Returns new gloo devices, which listen at this process's addresses, and adds their loops to ``connections``."""
+    return [_make_device(interface, connections) for interface in _interfaces()]
 
 
 def _interfaces() -> list[str]:

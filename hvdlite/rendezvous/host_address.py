@@ -7,6 +7,7 @@ and `round_trips` call it. Interface names are not compared between hosts.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import ipaddress
 import os
@@ -21,6 +22,8 @@ from ..errors import list_names
 
 LOOPBACK = "127.0.0.1"
 
+_DISCARD = 9  # a port at which usually nothing listens
+
 # Addresses that are never in use (RFC 5737, RFC 3849): the route to them is the default route.
 ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
@@ -32,6 +35,11 @@ _NO_CONNECTION = re.compile(
     r"connect timeout|timed out connecting|connection timed out|^timed out$",
     re.IGNORECASE,
 )
+
+# Those of them that come at once: the other end, or what is between, has refused it.
+_REFUSED = re.compile(r"connection refused|no route to host|(network|host) is unreachable", re.IGNORECASE)
+# The other end, as gloo and `control.connect` name it.
+_REMOTE = re.compile(r"remote=\[([0-9a-fA-F.:%\w]+)\]|rank 0 cannot be reached at \('([^']+)', \d+")
 
 
 def own_address(towards: Iterable[str]) -> str | None:
@@ -58,6 +66,26 @@ def address_for_others(hosts: Iterable[str] = ()) -> str:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     chosen = address_of(interface) if interface else own_address([*dict.fromkeys(hosts), *ELSEWHERE])
     return chosen or socket.gethostbyname(socket.gethostname())  # gloo does the same
+
+
+def refused_by(error: object, others: Iterable[str] = ()) -> tuple[str, ...]:
+    """Returns the addresses that have refused a connection, if ``error`` says so.
+
+    Where its text does not name the other end, as where this host has no route to it, ``others`` are asked for.
+    """
+    text = str(error)
+    if not _REFUSED.search(text):
+        return ()
+    if found := _REMOTE.search(text):
+        return ((found[1] or found[2]).removeprefix("::ffff:").partition("%")[0],)
+    return tuple(address for address in others if not _has_route(address))
+
+
+def _has_route(address: str) -> bool:
+    """Whether the kernel begins to connect to an address; without a route it refuses at once."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex((address, _DISCARD)) not in (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 def no_connection_between(hosts: Sequence[str], own: str, error: object) -> str | None:

@@ -12,6 +12,7 @@ launcher's store. `ProcessState` has what outlives a world and depends on these 
 - the number of inits so far in a process group of the program's: kept while that group exists.
 - the thread that answers hvdlite-run in an elastic job: kept until the process ends.
 - the shared memory of a rank whose steps survive the loss of others (`shm.kept_memory`): kept until the process ends.
+- the addresses at which gloo listens, in an elastic job: kept while GLOO_SOCKET_IFNAME is the same.
 - the connection to the launcher's PMI: kept while PMI_FD is the same.
 - the place that a program has given to this process, in place of a launcher.
 - the last generation of an elastic job in which it was given a rank, the arguments of the last `hvd.init`, whether the

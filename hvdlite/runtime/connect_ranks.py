@@ -9,6 +9,7 @@ Connects the ranks of a launcher's job: opens the store that they share and the 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from .. import forks
-from ..comm.connecting import Connecting
+from ..comm.connecting import Connecting, Refusals
 from ..comm.engine import TorchEngineFactory, allow_collectives
 from ..comm.gloo import Connections, open_proven
 from ..comm.keepalive import Keepalive
@@ -68,7 +69,7 @@ def connect_all(
     process.connects_since_s = time.monotonic()
     try:
         store, secret = _open_store(placement, client, seat, process, init_timeout.limit)
-        ranks = exchange_infos(placement, store, secret, call)
+        ranks = exchange_infos(placement, store, secret, call, seat)
         infos = ranks.infos
 
         def make(_: Connections) -> dist.ProcessGroup:
@@ -86,6 +87,10 @@ def connect_all(
         if has_network and seat is not None and seat.generation > 1:
             # In the first generation a host that others do not reach is an error of the job.
             process.keepalive = connecting
+            if connecting is not None:
+                connecting.addresses_by_rank = {
+                    rank: tuple(info.settings["addresses"]) for rank, info in enumerate(infos)
+                }
 
         def on_connected(connections: Connections) -> None:
             if connecting is not None:
@@ -93,11 +98,17 @@ def connect_all(
             if has_network:
                 process.keepalive = Keepalive(connections)
 
-        default, connections = open_proven(make, dist.destroy_process_group, ranks.connecting, "default", on_connected)
+        limit_s = init_timeout.limit.total_seconds()
+        with contextlib.nullcontext() if connecting is None else connecting.for_at_most(limit_s):
+            default, connections = open_proven(
+                make, dist.destroy_process_group, ranks.connecting, "default", on_connected
+            )
         call.undo.callback(connections.cut)
-    except (LaunchEnvironmentError, CommunicationError, MismatchError):
+    except (LaunchEnvironmentError, MismatchError):
         raise
     except RuntimeError as error:
+        if isinstance(error, CommunicationError) and not (connecting is not None and connecting.is_late):
+            raise
         hosts = [info.placement.host for info in infos]
         if firewall := no_connection_between(hosts, placement.host, error):
             raise CommunicationError(f"hvd.init() failed on rank {placement.rank}: {firewall}. ({error})") from error
@@ -171,20 +182,25 @@ class LauncherEnd:
         newcomers: Newcomers = Newcomers.WELCOME,
     ) -> None:
         """``generation``: the last one in which a worker of an elastic job was given a seat, 0 if there is none."""
-        parts = [self.worker] if generation is None else [self.worker, generation]
-        if newcomers is not Newcomers.WELCOME:
-            parts.append(newcomers)
+        self._request(what, timeout, generation, *([] if newcomers is Newcomers.WELCOME else [b"%d" % newcomers]))
+
+    def _request(self, what: StoreRequest, timeout: timedelta, generation: int | None, *further: bytes) -> None:
+        numbers = [self.worker] if generation is None else [self.worker, generation]
         try:
-            self.client.request(what, [b"%d" % part for part in parts], timeout.total_seconds())
+            self.client.request(what, [*(b"%d" % each for each in numbers), *further], timeout.total_seconds())
         except (OSError, ValueError) as error:
             raise CommunicationError(
                 f"hvd.init() failed on {self.name}: hvdlite-run's agent on this host does not answer: {error}"
             ) from error
 
-    def tell_failure(self, generation: int | None = None) -> None:
-        """Like `tell`, but does not wait for long, and ignores errors."""
+    def tell_failure(self, generation: int | None = None, refusals: Refusals | None = None) -> None:
+        """Like `tell`, but does not wait for long, and ignores errors.
+
+        ``refusals`` is given if this worker could not connect to the other ranks of an elastic job's generation.
+        """
+        further = () if refusals is None else (json.dumps([refusals.addresses, refusals.refused_by]).encode(),)
         with contextlib.suppress(CommunicationError):
-            self.tell(StoreRequest.INIT_FAILED, _GIVING_UP, generation)
+            self._request(StoreRequest.INIT_FAILED, _GIVING_UP, generation, *further)
 
 
 def store_client(url: str, process: ProcessState) -> StoreClient:

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch
 
-from ..comm.connecting import Connecting
+from ..comm.connecting import Connecting, Refusals
 from ..comm.engine import SingleRankFactory
 from ..comm.gloo import InitTimeout, cut_links
 from ..comm.group import Group
@@ -26,6 +26,7 @@ from ..errors import CommunicationError
 from ..faults import arm, point
 from ..log import log, open_log
 from ..rendezvous.fault_questions import FaultQuestions
+from ..rendezvous.host_address import refused_by
 from ..rendezvous.key_listener import KeyListener
 from ..rendezvous.launchers import ElasticWorker, read_placement
 from ..rendezvous.placement import placements_to_topology
@@ -39,8 +40,9 @@ from .process_set_registry import Registry
 # How long the ranks of an elastic job's generation may take to connect. All have called init when it is published.
 _GENERATION_LIMIT = timedelta(seconds=30)
 
-# How often the same ranks of an elastic job try to connect before the error is raised.
-_ATTEMPTS = 3
+# How often the same ranks of an elastic job try to connect before the error is raised: as often as hvdlite-run lets
+# them (`job.refused_links`), which gives up hosts that refuse connections.
+_ATTEMPTS = 5
 
 
 def connect_elastic(worker: ElasticWorker, call: InitCall) -> World:
@@ -85,37 +87,50 @@ def connect_elastic(worker: ElasticWorker, call: InitCall) -> World:
         process.has_state |= seat.generation == 1
         if seat.newcomers or seat.size != failed_size:
             failed_attempts = 0
-        placement = read_placement(os.environ, seat)
-        assert placement is not None, "it is a worker of hvdlite-run"
-        attempt_timeout = InitTimeout(call.timeout.timeout, limit=_GENERATION_LIMIT)
         try:
-            with contextlib.ExitStack() as attempt:
-                attempt.callback(process.world_left)
-                with _connecting(worker, seat) as connecting:
-                    attempted = replace(call, timeout=attempt_timeout, undo=attempt)
-                    world = connect_all(placement, launcher.client, seat, attempted, connecting)
-                call.undo.push(attempt.pop_all())
-        except BaseException as error:
-            launcher.tell_failure(seat.generation)
+            return _connect(worker, seat, launcher, call)
+        except CommunicationError as error:
             failed_attempts, failed_size = failed_attempts + 1, seat.size
-            if not isinstance(error, CommunicationError) or failed_attempts == _ATTEMPTS:
+            if failed_attempts == _ATTEMPTS:
                 raise
             log.info("the ranks of generation %d could not connect, and try again: %s", seat.generation, error)
-            continue
-        launcher.tell(StoreRequest.INIT_DONE, call.timeout.timeout, seat.generation)
-        attempt_timeout.end_of_init()
-        return replace(world, connecting=Connecting(seat.size))
+
+
+def _connect(worker: ElasticWorker, seat: Seat, launcher: LauncherEnd, call: InitCall) -> World:
+    """Connects to the ranks of a generation, and tells hvdlite-run whether that has succeeded."""
+    placement = read_placement(os.environ, seat)
+    assert placement is not None, "it is a worker of hvdlite-run"
+    timeout = InitTimeout(call.timeout.timeout, limit=_GENERATION_LIMIT)
+    connecting = Connecting(seat.size)
+    try:
+        with contextlib.ExitStack() as attempt:
+            attempt.callback(call.process.world_left)
+            with _ended_with(worker, seat, connecting):
+                attempted = replace(call, timeout=timeout, undo=attempt)
+                world = connect_all(placement, launcher.client, seat, attempted, connecting)
+            call.undo.push(attempt.pop_all())
+    except CommunicationError as error:
+        by_rank = dict(connecting.addresses_by_rank)
+        own = by_rank.pop(seat.rank, ())
+        others = dict.fromkeys(address for each in by_rank.values() for address in each if address not in own)
+        launcher.tell_failure(seat.generation, Refusals(own, refused_by(error, others)))
+        raise
+    except BaseException:
+        launcher.tell_failure(seat.generation)
+        raise
+    launcher.tell(StoreRequest.INIT_DONE, call.timeout.timeout, seat.generation)
+    timeout.end_of_init()
+    return replace(world, connecting=Connecting(seat.size))
 
 
 @contextlib.contextmanager
-def _connecting(worker: ElasticWorker, seat: Seat) -> Iterator[Connecting]:
-    """A context in which the ranks of a generation connect: that ends with an error as soon as one of them is lost."""
-    connecting = Connecting(seat.size)
+def _ended_with(worker: ElasticWorker, seat: Seat, connecting: Connecting) -> Iterator[None]:
+    """A context in which the ranks of a generation connect: that fails as soon as one of them is lost, or gives up."""
     listener = KeyListener(
         StoreClient.from_url(worker.store_url), f"{seat.prefix}/end", lambda _: None, lambda _: connecting.give_up()
     )
     try:
-        yield connecting
+        yield
     finally:
         connecting.close()
         listener.close()

@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ..comm.connecting import Connecting
+from ..comm.connecting import Connecting, own_addresses
 from ..comm.engine import EngineFactory, TorchEngineFactory
 from ..comm.gloo import ConnectingRanks, InitTimeout
 from ..comm.group import Group
@@ -93,20 +94,27 @@ class ConnectedRanks:
     connecting: ConnectingRanks
 
 
-def exchange_infos(placement: Placement, store: Store, secret: bytes | None, call: InitCall) -> ConnectedRanks:
+def exchange_infos(
+    placement: Placement, store: Store, secret: bytes | None, call: InitCall, seat: Seat | None = None
+) -> ConnectedRanks:
     """Exchanges every rank's info through the store. Every rank must call it, and waits for all.
 
     ``secret`` is from the launcher's exchange; None makes rank 0 put one into the store.
     """
     given, environment = given_secret(os.environ), call.environment
-    settings = {
+    settings: dict[str, Any] = {
         "HVDLITE_CHECK": environment.check,
         "HVDLITE_SHM": environment.shm,
         "timeline": environment.timeline,
         "hierarchical": environment.hierarchical,
         "check_parameters": environment.check_parameters,
         "survive": environment.survive,
+        "addresses": [],
     }
+    if seat is not None and seat.generation > 1:
+        # With these hvdlite-run finds hosts that refuse connections; in the first generation it ends the job for them.
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+        settings["addresses"] = call.process.keep("own addresses", interfaces, own_addresses)
     try:
         # A secret of the user's takes precedence over the launcher's.
         if given is not None or secret is None:

@@ -7,8 +7,9 @@
 
 In an elastic job, `elastic_job` takes the place of `first_failure`: it carries out what `membership` decides, on hosts
 that `discovery` finds and `elastic_hosts` connects to; workers read their ranks in `seats`, `hangs` finds those that no
-longer respond, `cut_links` hosts that cannot reach each other, and `generation_table` is shown at its end. With
-``--chaos`` `chaos_job` stands before it, causes faults, and fills in a `chaos_report`.
+longer respond, `cut_links` hosts that cannot reach each other and `refused_links` those that refuse each other, and
+`generation_table` is shown at its end. With ``--chaos`` `chaos_job` stands before it, causes faults, and fills in a
+`chaos_report`.
 
 `first_minute` says what a job waits for that has just been started, and `late_start` has a report taken before a worker
 that does not come ends it. `progress` asks how far the workers are;
@@ -23,6 +24,6 @@ Modules import only what stands before them:
     failure_message < roster < progress < output_files < lines < json_log < footer < screen < shown_ranks
     < launcher_stdin < ending < first_minute < late_start < init_calls < first_failure < discovery < host_slots
     < membership < elastic_hosts < generation_table < job_facts < job_view < live_view < watch < metrics < summary
-    < log_events < trained_apart < seats < hangs < cut_links < elastic_job < chaos_report < chaos_job < supervisor
-    < launch < attempts
+    < log_events < trained_apart < seats < hangs < cut_links < refused_links < elastic_job < chaos_report < chaos_job
+    < supervisor < launch < attempts
 """

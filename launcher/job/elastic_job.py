@@ -10,7 +10,7 @@ is not elastic.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from ..plan.worker_environment import elastic_environment
@@ -30,7 +30,7 @@ from ..wire.messages import (
     Refused,
     Unresponsive,
 )
-from .cut_links import CutLinks
+from .cut_links import CutLinks, CutOff
 from .elastic_hosts import ElasticHosts
 from .ending import FAILURE_GRACE_S, Ending
 from .failure_message import Outcome, failure_message, name_workers
@@ -51,10 +51,9 @@ from .membership import (
     Say,
     StartWorker,
 )
+from .refused_links import MOST_FAILED_MEETINGS, RefusedLinks
 from .roster import Roster
 from .seats import Seats, Store
-
-_MOST_FAILED_MEETINGS = 3  # generations in a row whose ranks could not connect, though none was lost
 
 
 class Screen(Protocol):
@@ -99,6 +98,8 @@ class ElasticJob:
         self._seats = Seats(store)
         self._hangs = Hangs(hang_timeout_s, store, ending.clock, post)
         self._links = CutLinks(hang_timeout_s)
+        self._refused = RefusedLinks()
+        self._have_met = False  # whether all ranks of any generation were connected
         self._hang_timeout_s = hang_timeout_s
         self._given_up: set[str] = set()  # hosts that are to be lost, since others cannot reach them
         self._have_run: set[str] = set()  # hosts on which a worker of the job has come to hvd.init()
@@ -164,6 +165,11 @@ class ElasticJob:
             return
         if isinstance(event, InitDone):
             self._connected.add(event.worker)
+            if self._is_met():
+                self._have_met = True
+                self._refused.forget_all()
+        elif isinstance(event, InitFailed):
+            self._on_failed_meeting(event)
         if not isinstance(event, InitStarted):
             return
         after = event.after or 0
@@ -173,6 +179,18 @@ class ElasticJob:
         if self._membership.current is None and self._late_at is None:
             self._late_at = self._now() + self._start_timeout_s
         self._do(self._membership.asks(event.worker, after, self._now(), event.newcomers))
+
+    def _on_failed_meeting(self, event: InitFailed) -> None:
+        """Ends a generation for all, if a rank could not connect to the others; gives up hosts that refuse them."""
+        published = self._published
+        is_rank = published is not None and event.after == published.number and self._is_member(event.worker)
+        if published is None or not is_rank or not event.is_unconnected or self._is_met():
+            return
+        self._seats.revoke(published.number, f"{self._name(event.worker)} could not connect to the other ranks")
+        # A rank that is lost refuses connections, too. In the first generation it is an error of the job.
+        if self._have_met and not self._why_gone:
+            host_of = {each.worker: each.place.host for each in published.members}
+            self._give_up(self._refused.failed(event, host_of))
 
     def on_alive(self, alive: Alive) -> None:
         self._hangs.answered(alive)
@@ -415,7 +433,10 @@ class ElasticJob:
         # While all compute, the network may come back. Until they are connected, they wait for each other.
         if self._connected.issuperset(host_of) and not self._hangs.those_who_wait(self._membership.waiting_for_ranks()):
             return
-        for host, why in self._links.cut_off(host_of):
+        self._give_up(self._links.cut_off(host_of))
+
+    def _give_up(self, hosts: Iterable[CutOff]) -> None:
+        for host, why in hosts:
             if host not in self._given_up:
                 self._given_up.add(host)
                 # `on_lost` hangs up on it, whereupon its agent kills all processes there.
@@ -454,6 +475,7 @@ class ElasticJob:
                 self._roster.remove(end.worker)
         self._published, self._late_at = generation, None
         self._links.forget_all()
+        self._refused.next_generation()
         self._names = {worker: self._name(worker) for worker in now}
         self._has_ended_members = False
         for kept in (self._ends, self._why_gone, self._connected):
@@ -476,9 +498,8 @@ class ElasticJob:
         """Ends the job if several generations in a row cannot connect, though no rank is lost."""
         if self._published is None:
             return
-        met = self._connected.issuperset(each.worker for each in self._published.members)
-        self._failed_meetings = 0 if met or self._why_gone else self._failed_meetings + 1
-        if self._failed_meetings >= _MOST_FAILED_MEETINGS:
+        self._failed_meetings = 0 if self._is_met() or self._why_gone else self._failed_meetings + 1
+        if self._failed_meetings >= MOST_FAILED_MEETINGS:
             self.decide(
                 Outcome(
                     1,
@@ -558,6 +579,11 @@ class ElasticJob:
         record = self._roster[worker]
         on = f" on {record.host}" if record.rank is None else f" (rank {record.rank} on {record.host})"
         return f"worker {worker}{on}"
+
+    def _is_met(self) -> bool:
+        """Whether all ranks of the last generation are connected."""
+        members = () if self._published is None else self._published.members
+        return bool(members) and self._connected.issuperset(each.worker for each in members)
 
     def _is_member(self, worker: int) -> bool:
         return self._published is not None and any(each.worker == worker for each in self._published.members)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ..errors import ProtocolError
-from ..wire.agent_frames import read_links
+from ..wire.agent_frames import read_links, read_refusals
 from ..wire.messages import Alive, InitDone, InitFailed, InitStarted, Newcomers, Stalled
 from ..wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, StoreCommand, StoreEvent, Want
 from ..wire.worker_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, generation_of, pack, unpack
@@ -158,6 +158,10 @@ class Cache:
         return lambda: self._asked.update({number: _ignore}) if number in self._asked else None
 
     def _announce(self, what: type[_Announcement], parts: list[bytes]) -> None:
+        if what is InitFailed and len(parts) == 3:
+            worker, after = self._numbers(parts[:2], least=2, most=2)
+            self._send(InitFailed(worker, after, True, *read_refusals(parts[2])))
+            return
         match self._numbers(parts, least=1, most=3 if what is InitStarted else 2):
             case [worker]:
                 self._send(what(worker))

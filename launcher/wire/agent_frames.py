@@ -176,7 +176,10 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
     Beat: (8, {}),
     InitStarted: (9, {**_OF_INIT, "newcomers": lambda value: Newcomers(_number(0, 3)(value))}),
     InitDone: (10, _OF_INIT),
-    InitFailed: (14, _OF_INIT),
+    InitFailed: (
+        14,
+        {**_OF_INIT, "is_unconnected": _bool, "addresses": _each(_address), "refused_by": _each(_address)},
+    ),
     Alive: (
         26,
         {
@@ -233,6 +236,18 @@ def read_links(data: bytes) -> tuple[tuple[str, ...], dict[str, float]]:
     try:
         addresses, silent_s = json.loads(data)
         return _each(_address)(addresses), _silences(silent_s)
+    except _WRONG as error:
+        raise ProtocolError(f"what a worker says of its connections is wrong: {data[:40]!r}") from error
+
+
+def read_refusals(data: bytes) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns a worker's own addresses and those that refused it, for `InitFailed`, from what the worker sends.
+
+    Raises `ProtocolError` for anything else.
+    """
+    try:
+        addresses, refused_by = json.loads(data)
+        return _each(_address)(addresses), _each(_address)(refused_by)
     except _WRONG as error:
         raise ProtocolError(f"what a worker says of its connections is wrong: {data[:40]!r}") from error
 

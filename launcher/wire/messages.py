@@ -85,10 +85,17 @@ class InitDone:
 
 @dataclass(frozen=True)
 class InitFailed:
-    """A worker's hvd.init() has raised an exception. The worker no longer waits in it; its program may continue."""
+    """A worker's hvd.init() has raised an exception. The worker no longer waits in it; its program may continue.
+
+    ``is_unconnected``: in an elastic job, it could not connect to the other ranks of generation ``after``. Then
+    ``addresses`` are its own for connections to other hosts, and ``refused_by`` are those that refused it, if known.
+    """
 
     worker: int
     after: int | None = None
+    is_unconnected: bool = False
+    addresses: tuple[str, ...] = ()
+    refused_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ class StoreRequest(IntEnum):
     # INIT_STARTED may have a third one: whether that generation may have new workers, one of `messages.Newcomers`.
     INIT_STARTED = 10  # number of the worker that has entered hvd.init() ── nothing
     INIT_DONE = 11  # number of the worker whose hvd.init() has succeeded ── nothing
+    # If it could not connect to the ranks of that generation, it has a third argument, JSON: [its addresses, those that
+    # refused it].
     INIT_FAILED = 12  # number of the worker whose hvd.init() has raised an exception ── nothing
     # Between hosts it has a fourth argument, JSON: [its addresses, {other address: seconds without an answer}].
     ALIVE = 13  # number of the worker, of the question (`job.hangs`), milliseconds that it has waited ── nothing

@@ -16,6 +16,7 @@ from hvdlite.comm import connecting, gloo
 from hvdlite.comm.connecting import Connecting
 from hvdlite.comm.gloo import ConnectingRanks, InitTimeout, loops_connecting, open_proven, sockets_of
 from hvdlite.errors import CommunicationError
+from hvdlite.rendezvous.host_address import refused_by
 from hvdlite.signing import Signer
 
 LONG = timedelta(seconds=600)
@@ -93,6 +94,40 @@ def test_what_has_begun_can_be_given_up_alone_and_that_ends_once_it_has_failed(w
         thread.join()
         assert len(errors) == 1
         under_way.give_up_begun()
+
+
+@pytest.mark.parametrize("way", ["connects", "is connected to"])
+def test_gloo_that_may_connect_for_some_time_at_most_fails_after_that(way):
+    # By itself it would take 50 minutes.
+    with opening(way) as (under_way, thread, errors):
+        with under_way.for_at_most(0.01):
+            thread.join()
+        assert under_way.is_late
+        assert len(errors) == 1
+
+
+def test_gloo_that_connects_in_time_is_left_alone():
+    under_way = Connecting(2)
+    with under_way.for_at_most(600):
+        pass
+    assert not under_way.is_late
+
+
+def test_who_refuses_a_connection_is_in_gloos_error():
+    store = dist.HashStore()
+    with socket.create_server((ITS_ADDRESS["connects"], 0)) as listener:
+        tell_address(store, 0, listener)
+    # Nobody listens there any more.
+    with pytest.raises(RuntimeError) as raised:
+        gloo_at(OWN_ADDRESS["connects"], store, 1, LONG)
+    assert refused_by(raised.value) == (ITS_ADDRESS["connects"],)
+
+
+def test_the_addresses_at_which_gloo_listens_are_those_of_its_interfaces(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    before = gloo._listeners()
+    assert connecting.own_addresses() == ("127.0.0.1",)
+    until(lambda: gloo._listeners() == before)
 
 
 def test_an_address_that_does_not_answer_is_silent_from_when_it_was_first_seen():

@@ -7,7 +7,7 @@ import ipaddress
 import pytest
 
 from hvdlite.rendezvous import host_address
-from hvdlite.rendezvous.host_address import LOOPBACK, address_of, interface_of, no_connection_between
+from hvdlite.rendezvous.host_address import LOOPBACK, address_of, interface_of, no_connection_between, refused_by
 
 
 def test_the_loopback_interface_has_the_loopback_address_and_the_other_way_round():
@@ -43,6 +43,28 @@ def test_a_connection_that_was_not_made_names_the_hosts_the_firewall_and_the_che
         f"b could not open a TCP connection to another host of the job (a, c): {words}. Does a firewall block TCP "
         "between these hosts, or has the rank there ended? hvdlite-run --check -H a,b,c shows which connections fail"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "addresses"),
+    [
+        ("timed out connecting: SO_ERROR: Connection refused, remote=[10.0.0.2]:8618$1", ("10.0.0.2",)),
+        ("hvd.init() failed: (SO_ERROR: No route to host, remote=[::ffff:10.0.0.2]:8618$1)", ("10.0.0.2",)),
+        ("SO_ERROR: Network is unreachable, remote=[fe80::1%eth0]:86", ("fe80::1",)),
+        ("rank 0 cannot be reached at ('10.0.0.2', 4444) ([Errno 111] Connection refused). Does a", ("10.0.0.2",)),
+        ("rank 0 cannot be reached at ('fd00::2', 4444, 0, 0) ([Errno 113] No route to host)", ("fd00::2",)),
+        ("rv != -1. -1 vs -1. connect: No route to host", ("10.0.0.4",)),
+        ("SO_ERROR: Connection timed out, remote=[10.0.0.2]:8618$1", ()),
+        ("Connection closed by peer [10.0.0.2]:57515", ()),
+    ],
+)
+def test_who_refuses_a_connection_is_named_by_the_error_or_has_no_route(monkeypatch, error, addresses):
+    monkeypatch.setattr(host_address, "_has_route", lambda address: address != "10.0.0.4")
+    assert refused_by(error, ["10.0.0.3", "10.0.0.4"]) == addresses
+
+
+def test_an_address_has_a_route_whether_or_not_somebody_listens_there():
+    assert host_address._has_route(LOOPBACK)
 
 
 def test_an_error_with_another_cause_or_on_one_host_says_nothing_of_a_firewall():

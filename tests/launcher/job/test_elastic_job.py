@@ -505,9 +505,9 @@ def test_a_worker_that_never_comes_to_the_first_generation_is_named_after_the_st
 
 
 def test_ranks_that_cannot_connect_in_generation_after_generation_end_the_job():
-    script = [found(a=2), answers("a"), *asks(0, 1), *asks(0, 1, after=1), *asks(0, 1, after=2), *asks(0, 1, after=3)]
-    played = Played(*script, Exited(0, -15), Exited(1, -15))
-    assert played.outcome.message.startswith("the ranks of 3 generations in a row called hvd.init(), but were not conn")
+    script = [event for number in range(6) for event in asks(0, 1, after=number)]
+    played = Played(found(a=2), answers("a"), *script, Exited(0, -15), Exited(1, -15))
+    assert played.outcome.message.startswith("the ranks of 5 generations in a row called hvd.init(), but were not conn")
 
 
 def test_hosts_that_cannot_be_found_out_end_the_job():
@@ -710,6 +710,74 @@ def test_a_network_that_is_cut_while_all_compute_is_left_alone():
 def test_a_host_is_given_up_that_cannot_be_reached_while_ranks_connect():
     busy = [alive(0, "a", silent="b", waited_s=0), alive(1, "b", silent="a", waited_s=0)]
     assert Played(*begins(a=1, b=1)[:-1], *busy, hang_timeout_s=30).left == ["b"]
+
+
+# ------------------------------------------------- ranks that cannot connect
+
+
+def fails(worker: int, generation: int, host: str, refused_by: str = "") -> InitFailed:
+    return InitFailed(worker, generation, True, (AT[host],), tuple(AT[other] for other in refused_by))
+
+
+def reasons(agent: Agent) -> list[tuple[int, str]]:
+    """The generations whose keys have been revoked, and why."""
+    return [(each.generation, each.why) for each in agent.told if hasattr(each, "why")]
+
+
+NEW_HOST = [found(a=2, b=1), answers("b"), *asks(2), *asks(0, 1, after=1)]
+
+
+def test_a_generation_ends_for_all_once_one_of_its_ranks_could_not_connect():
+    agent = Agent()
+    wants = lambda job: job.store.receive(agent, _want(b"world2/x"))  # noqa: E731
+    Played(*begins(a=2), *NEW_HOST, wants, InitDone(1, 2), fails(0, 2, "a"))
+    assert reasons(agent) == [(2, "worker 0 (rank 0 on a) could not connect to the other ranks")]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        InitFailed(0, 2),  # an error of its program's, which it may handle
+        fails(0, 1, "a"),  # of an earlier generation
+        [InitDone(0, 2), InitDone(2, 2), fails(0, 2, "a")],  # all have been connected
+    ],
+    ids=["another error", "an earlier one", "connected"],
+)
+def test_other_failures_do_not_end_the_generation(event):
+    agent = Agent()
+    wants = lambda job: job.store.receive(agent, _want(b"world2/x"))  # noqa: E731
+    Played(*begins(a=2), *NEW_HOST, wants, InitDone(1, 2), *(event if isinstance(event, list) else [event]))
+    assert reasons(agent) == []
+
+
+def refuses(generation: int) -> list[InitFailed | InitStarted]:
+    """In this generation worker 0 on a is refused by b, where worker 2 is; all give up, and ask for the next."""
+    failures = [fails(0, generation, "a", "b"), fails(1, generation, "a"), fails(2, generation, "b")]
+    return [*failures, *asks(0, 1, 2, after=generation)]
+
+
+def test_a_new_host_that_refuses_connections_is_given_up_and_named_and_the_others_go_on():
+    why = (
+        "TCP connections between it and a are refused, though hvdlite-run reaches both ends. Does a firewall block "
+        "them? hvdlite-run --check shows which connections fail"
+    )
+    played = Played(*begins(a=2), *NEW_HOST, *refuses(2), *refuses(3), *asks(0, 1, after=4))
+    assert played.ending.outcome is None
+    assert f"lost b: {why}" in played.said
+    assert played.left == ["b"]
+    last = max(number for number in range(10) if played.seat(0, number) is not None)
+    assert played.seat(0, last) == {"generation": last + 1, "rank": 0, "size": 2, "newcomers": 0}
+    assert Lost("b", why) in played.observed
+
+
+def test_a_refusal_by_a_rank_that_was_lost_meanwhile_gives_up_no_host():
+    script = [KILLED_1, *(event for number in (2, 3) for event in refuses(number) if event.worker != 1)]
+    assert Played(*begins(a=2), *NEW_HOST, *script).left == []
+
+
+def test_in_the_first_generation_a_host_that_refuses_is_an_error_of_the_job():
+    script = [event for number in (1, 2, 3) for event in refuses(number)]
+    assert Played(found(a=2, b=1), answers("a"), answers("b"), *asks(0, 1, 2), *script).left == []
 
 
 # ------------------------------------------------- workers that do not respond

@@ -212,6 +212,18 @@ def test_who_calls_init_in_an_elastic_job_says_which_generation_it_was_in():
     assert sent == [InitStarted(7, after=3)]
 
 
+def test_a_worker_that_could_not_connect_says_where_it_is_and_who_has_refused_it():
+    sent, replies = [], []
+    cache = Cache(sent.append, workers={7})
+    said = b'[["10.0.0.1"], ["fe80::1", "10.0.0.2"]]'
+    cache.request(StoreRequest.INIT_FAILED, pack([b"7", b"3", said]), lambda *_: None)
+    assert sent == [InitFailed(7, 3, True, ("10.0.0.1",), ("fe80::1", "10.0.0.2"))]
+    for wrong in (b"", b"[]", b'[["x"], []]', b'[["10.0.0.1"], {}]'):
+        cache.request(StoreRequest.INIT_FAILED, pack([b"7", b"3", wrong]), lambda *reply: replies.append(reply))
+    assert [(code, b"connections is wrong" in payload) for code, payload in replies] == [(FAILED, True)] * 4
+    assert len(sent) == 1
+
+
 def test_a_worker_that_is_asked_whether_it_is_alive_answers_by_its_number():
     sent, replies = [], []
     cache = Cache(sent.append, workers={7})

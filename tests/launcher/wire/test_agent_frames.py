@@ -47,6 +47,9 @@ MESSAGES = st.one_of(
     st.builds(Started, WORKERS, PIDS),
     st.one_of(st.builds(of, WORKERS, st.none() | WORKERS) for of in (InitStarted, InitDone, InitFailed)),
     st.builds(
+        InitFailed, WORKERS, WORKERS, st.booleans(), st.lists(ADDRESSES).map(tuple), st.lists(ADDRESSES).map(tuple)
+    ),
+    st.builds(
         Alive,
         WORKERS,
         st.integers(0, 10**9),
