@@ -77,8 +77,6 @@ class ProcessState:
         """Whether it has what the ranks of an elastic job train: it was in the first generation, or got it since."""
         self.has_stood_by = False
         """Whether it has been in a world without other ranks, before it was given a rank."""
-        self.has_asked = False
-        """Whether it has asked for its next rank already."""
         self.has_told = False
         """Whether it has told new workers that they can join its program."""
         self.newcomers = Newcomers.WELCOME

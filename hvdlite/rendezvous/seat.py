@@ -10,6 +10,7 @@ Where the program of the ranks that there are is in a function of `hvd.elastic.r
 and whatever comes before that function, and asks for a rank after that: so nobody waits for it meanwhile.
 
     rank 0, in the function ── elastic/program ── a new worker, or one that waits for a seat ── Program
+    the latter takes back that it has asked ── INIT_FAILED ── hvdlite-run ── standby/<number> ── `take_back`
 """
 
 from __future__ import annotations
@@ -102,6 +103,18 @@ def wait_for_seat_or_program(client: StoreClient, listening: StoreClient, worker
     finally:
         is_over.set()
         listener.close()
+
+
+def take_back(client: StoreClient, worker: int) -> bool:
+    """Whether hvdlite-run gives this worker no first seat until it asks again: not if it has given one meanwhile.
+
+    hvdlite-run must have been told that the worker takes back that it has asked; this waits for its answer.
+    """
+    try:
+        (answer,) = client.get([f"standby/{worker}".encode()])
+    except (OSError, ValueError) as error:
+        raise CommunicationError(f"hvd.init() failed: hvdlite-run's agent does not answer: {error}") from error
+    return answer == b"1"
 
 
 def wait_for_seat(client: StoreClient, worker: int, after: int) -> Seat:

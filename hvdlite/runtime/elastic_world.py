@@ -30,7 +30,7 @@ from ..rendezvous.host_address import refused_by
 from ..rendezvous.key_listener import KeyListener
 from ..rendezvous.launchers import ElasticWorker, read_placement
 from ..rendezvous.placement import placements_to_topology
-from ..rendezvous.seat import Program, Seat, find_program, wait_for_seat, wait_for_seat_or_program
+from ..rendezvous.seat import Program, Seat, find_program, take_back, wait_for_seat, wait_for_seat_or_program
 from ..rendezvous.store_client import StoreClient, StoreRequest
 from ..signing import Signer
 from .connect_ranks import LauncherEnd, connect_all, store_client
@@ -69,19 +69,19 @@ def connect_elastic(worker: ElasticWorker, call: InitCall) -> World:
         if (memory := process.kept("shared memory")) is not None:
             # Once all have asked for a rank, others may use memory again that this process has written to.
             memory.wait_until_quiet()
-        if not process.has_asked:
-            launcher.tell(StoreRequest.INIT_STARTED, call.timeout.timeout, process.generation, process.newcomers)
+        launcher.tell(StoreRequest.INIT_STARTED, call.timeout.timeout, process.generation, process.newcomers)
         if may_stand_by:
             listening = StoreClient.from_url(worker.store_url)
             found = wait_for_seat_or_program(launcher.client, listening, worker.number)
             if isinstance(found, Program):
-                # It may be given a seat from now on; the others then wait for it.
-                process.has_asked = True
-                return _stand_by(found, worker, call)
+                # As long as it counts as ready, the others would wait for it.
+                launcher.tell(StoreRequest.INIT_FAILED, call.timeout.timeout, 0)
+                if take_back(launcher.client, worker.number):
+                    return _stand_by(found, worker, call)
+                found = wait_for_seat(launcher.client, worker.number, 0)
             seat, may_stand_by = found, False
         else:
             seat = wait_for_seat(launcher.client, worker.number, process.generation)
-        process.has_asked = False
         process.generation, process.seat = seat.generation, seat
         # The ranks of the first generation begin the training, with what their programs have made.
         process.has_state |= seat.generation == 1

@@ -168,6 +168,9 @@ class ElasticJob:
             if self._is_met():
                 self._have_met = True
                 self._refused.forget_all()
+        elif isinstance(event, InitFailed) and event.after == 0:
+            if self._seats.take_back(event.worker):
+                self._do(self._membership.takes_back(event.worker, self._now()))
         elif isinstance(event, InitFailed):
             self._on_failed_meeting(event)
         if not isinstance(event, InitStarted):

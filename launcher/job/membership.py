@@ -187,6 +187,12 @@ class Membership:
             self._workers[worker].newcomers = newcomers
         return self._go_on(now_s)
 
+    def takes_back(self, worker: int, now_s: float) -> list[Action]:
+        """A worker that is in no generation has not asked after all: it makes its model first, and asks then."""
+        if worker in self._workers:
+            self._workers[worker].asks_after = None
+        return self._go_on(now_s)
+
     def ended(self, worker: int, failure: str | None, now_s: float, *, was_killed: bool = False) -> list[Action]:
         """A worker has ended; ``failure`` is None if it did so with exit code 0. ``was_killed``: by a signal."""
         gone = self._workers.pop(worker, None)

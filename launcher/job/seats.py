@@ -1,6 +1,7 @@
 """Writes into the store what the workers of an elastic job read there: their seats, and changes of hosts.
 
     a worker asks after generation g ── seat/<worker>/<g> ── {"generation", "rank", "size", "newcomers"}, {"dismissed"}
+    a worker that has asked takes that back ── standby/<worker> ── 1 if it can, 0 if it has been given a seat
     the ranks of generation g meet under world<g>/; its rank 0 reads world<g>/hosts/<n>, n = 0, 1, ...
 
 `elastic_job` decides what is written. A *seat* is a worker's rank in a generation. It is deleted when the worker asks
@@ -30,6 +31,7 @@ class Seats:
         self._store = store
         self._asked: dict[int, int] = {}  # the generation after which each worker asks for one, or asked last
         self._given: dict[int, bytes] = {}
+        self._stand_by: set[int] = set()  # those that have taken back that they have asked, and were answered
         self._notices = 0
         self._notified_at = 0.0  # the time that was sent with the last change of hosts
 
@@ -48,8 +50,18 @@ class Seats:
         key = self._given[worker] = b"seat/%d/%d" % (worker, self._asked[worker])
         self._store.put(key, json.dumps(seat).encode())
 
+    def take_back(self, worker: int) -> bool:
+        """Answers a worker that takes back that it has asked: it can unless it has been given a seat meanwhile."""
+        can = worker not in self._given
+        self._stand_by.add(worker)
+        self._store.put(b"standby/%d" % worker, b"%d" % can)
+        return can
+
     def forget(self, worker: int) -> None:
         """Deletes everything about a worker that has ended."""
+        if worker in self._stand_by:
+            self._stand_by.discard(worker)
+            self._store.delete(b"standby/%d" % worker)
         if worker in self._asked and worker not in self._given:
             self.give(worker, {"dismissed": "it has ended"})  # nobody reads it, but the store drops the request
         self._take_away(worker)

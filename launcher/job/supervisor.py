@@ -193,7 +193,8 @@ class Supervisor:
                 self._log(f"{self._name(event.worker)} is connected")
                 self._judgement.on_init(event)
             case InitFailed():
-                self._log(f"{self._name(event.worker)} left hvd.init() with an exception")
+                what = "stands by" if event.after == 0 else "left hvd.init() with an exception"
+                self._log(f"{self._name(event.worker)} {what}")
                 self._judgement.on_init(event)
             case Alive():
                 self._judgement.on_alive(event)

@@ -87,6 +87,7 @@ class InitDone:
 class InitFailed:
     """A worker's hvd.init() has raised an exception. The worker no longer waits in it; its program may continue.
 
+    ``after`` 0, in an elastic job: it takes back that it has asked for a first seat, since it stands by (`seats`).
     ``is_unconnected``: in an elastic job, it could not connect to the other ranks of generation ``after``. Then
     ``addresses`` are its own for connections to other hosts, and ``refused_by`` are those that refused it, if known.
     """

@@ -41,6 +41,7 @@ class StoreRequest(IntEnum):
     # INIT_STARTED may have a third one: whether that generation may have new workers, one of `messages.Newcomers`.
     INIT_STARTED = 10  # number of the worker that has entered hvd.init() ── nothing
     INIT_DONE = 11  # number of the worker whose hvd.init() has succeeded ── nothing
+    # With generation 0 it takes back that it has asked for a seat; it reads in standby/<worker> whether it could.
     # If it could not connect to the ranks of that generation, it has a third argument, JSON: [its addresses, those that
     # refused it].
     INIT_FAILED = 12  # number of the worker whose hvd.init() has raised an exception ── nothing

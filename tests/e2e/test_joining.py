@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -70,6 +71,15 @@ def ends_of(launch, tmp_path, *flags: str, **env: str):
     assert code == 0, err.decode()
     lines = [line.split("end ", 1)[1].split(maxsplit=4) for line in out.decode().splitlines() if "end " in line]
     return {int(worker): rest for worker, *rest in lines}, err.decode()
+
+
+@pytest.mark.few(1)
+def test_nobody_waits_for_a_spare_that_has_asked_before_it_knew_of_the_program_and_makes_its_model(launch, tmp_path):
+    # The first generation begins once all workers have asked, the spare too. Later it takes worker 1's place.
+    flags = ["-H", "localhost:4", "--max-np", "3", "--spares", "1", "--max-restarts", "0"]
+    ends, err = ends_of(launch, tmp_path, *flags, IS_LATE="1")
+    assert ends.keys() == {0, 2, 3}
+    assert re.search(r"generation 2: 2 ranks; worker 1 .*\n(.*\n)*.*generation 3: 3 ranks; worker 3 joins", err), err
 
 
 @pytest.mark.few(1)

@@ -18,6 +18,7 @@ from hvdlite.rendezvous.seat import (
     Program,
     Seat,
     find_program,
+    take_back,
     tell_of_program,
     wait_for_seat,
     wait_for_seat_or_program,
@@ -113,6 +114,14 @@ def test_a_new_worker_hears_of_a_program_that_it_can_join_at_once_or_while_it_wa
         tell_of_program(client, ["a", "a", "b"])
         assert waiting.result() == Program(("a", "a", "b"))
     assert find_program(client) == Program(("a", "a", "b"))
+
+
+@pytest.mark.parametrize(("answer", "can"), [(b"1", True), (b"0", False)])
+def test_a_worker_that_takes_back_that_it_has_asked_waits_for_the_answer_whether_it_can(agent, answer, can):
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(take_back, StoreClient(agent.path), 7)
+        agent.store.put(b"standby/7", answer)
+        assert waiting.result(60) is can
 
 
 def test_a_new_worker_that_is_given_a_seat_first_takes_that(agent):

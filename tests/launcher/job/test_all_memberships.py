@@ -57,6 +57,8 @@ class World:
             yield "lost", host
         for number, worker in self.workers.items():
             yield "fail", number
+            if worker.does == WAITING and number not in self.members and not worker.generation:
+                yield "take_back", number
             if worker.does != WAITING:
                 yield "ask", number
                 yield "finish", number
@@ -95,6 +97,10 @@ class World:
         if worker.does != ENDING:
             worker.does = WAITING
         return self.membership.asks(number, worker.generation, self.now_s)
+
+    def _take_back(self, number):
+        self.workers[number].does = STARTING
+        return self.membership.takes_back(number, self.now_s)
 
     # ------------------------------------------------------------- what it does
 

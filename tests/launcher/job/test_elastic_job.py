@@ -643,6 +643,32 @@ def test_a_dismissed_worker_that_asks_again_is_told_again():
     assert played.seat(1, 1) == {"dismissed": "b has been removed from the job"}
 
 
+# ---------------------------------------------------------- workers that stand by
+
+
+def test_a_spare_that_stands_by_after_it_has_asked_gets_a_seat_once_it_asks_again():
+    script = [found(a=3), answers("a"), *asks(0, 1, 2), InitDone(0, 1), InitDone(1, 1), InitFailed(2, 0)]
+    played = Played(*script, KILLED_1, *asks(0, after=1), max_np=2, spares=1)
+    assert played.store.get(b"standby/2") == b"1"
+    assert played.seat(2, 0) is None
+    assert played.seat(0, 1) == {"generation": 2, "rank": 0, "size": 1, "newcomers": 0}
+    goes_on = [InitDone(0, 2), *asks(2), *asks(0, after=2)]
+    played = Played(*script, KILLED_1, *asks(0, after=1), *goes_on, max_np=2, spares=1)
+    assert played.seat(2, 0) == {"generation": 3, "rank": 1, "size": 2, "newcomers": 1}
+
+
+def test_a_worker_that_would_stand_by_when_it_has_a_seat_is_told_so_and_takes_that():
+    played = Played(*begins(a=2), found(a=2, b=1), answers("b"), *asks(2), *asks(0, 1, after=1), InitFailed(2, 0))
+    assert played.store.get(b"standby/2") == b"0"
+    assert played.seat(2, 0)["generation"] == 2
+    assert played.ranks[2] == 2
+
+
+def test_what_is_said_to_a_worker_that_stands_by_is_forgotten_when_it_ends():
+    script = [found(a=3), answers("a"), *asks(0, 1, 2), InitDone(0, 1), InitDone(1, 1), InitFailed(2, 0)]
+    assert Played(*script, Exited(2, -9), max_np=2, spares=1).store.get(b"standby/2") is None
+
+
 # ---------------------------------------------- ranks for which others cannot go on
 
 LATE = (

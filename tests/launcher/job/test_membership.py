@@ -63,6 +63,10 @@ class Job:
             self._note(self.membership.asks(worker, current.number if known else 0, self.now_s, newcomers))
         return self
 
+    def takes_back(self, worker: int) -> Job:
+        self._note(self.membership.takes_back(worker, self.now_s))
+        return self
+
     def kill(self, worker: int, why: str | None = KILLED) -> Job:
         del self.living[worker]
         self._note(self.membership.ended(worker, why, self.now_s, was_killed=why == KILLED))
@@ -363,6 +367,15 @@ def test_a_spare_waits_until_a_rank_is_lost_and_then_takes_its_place_at_once():
     assert job.generations[-1] == [1, 2]
     assert job.living == {1: Place("a", 1), 2: Place("a", 2), 3: Place("a", 0)}
     assert job.ask(3).last == []
+
+
+def test_a_spare_that_takes_back_that_it_has_asked_is_not_waited_for_until_it_asks_again():
+    job = running({"a": 3}, max_np=2, spares=1)
+    job.takes_back(2).kill(1)
+    assert job.ask(0).generations[-1] == [0]
+    job.ask(2)
+    assert job.last == [Notify(added=True, removed=False)]
+    assert job.ask(0).generations[-1] == [0, 2]
 
 
 def test_a_spare_that_fails_is_replaced_and_no_rank_is_disturbed():
