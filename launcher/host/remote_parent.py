@@ -5,8 +5,8 @@
 An agent that was killed cannot clean up, and the launcher may have been killed with it. This process is the one that
 the launcher starts; it forks the agent and waits for it. If the agent fails, it adopts the agent's orphaned processes,
 kills them, and removes the job's directory. If this process is killed, its agent ends as if the launcher had hung up.
-If both are killed, the next job on this host removes the directory (see `job_directory`). SIGTERM, SIGINT and SIGHUP
-are ignored, as in `agent`: the launcher receives them too, and decides.
+If both are killed, the next job on this host kills what is left, and removes the directory (see `job_directory`).
+SIGTERM, SIGINT and SIGHUP are ignored, as in `agent`: the launcher receives them too, and decides.
 """
 
 from __future__ import annotations

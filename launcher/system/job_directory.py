@@ -1,9 +1,11 @@
-"""Creates the private directory of a job on one host, locks it while it is used, and removes dead jobs' directories.
+"""Creates the private directory of a job on one host, locks it while it is used, and clears away what dead jobs left.
 
 Called by `host.agent`. The agent holds a lock on the directory, which the system releases when the agent ends for any
-reason: the next job removes the directories that are not locked. On a file system that hosts share, a lock may be
-invisible to other hosts. So a file in the directory contains the boot ID of its machine, and only that machine removes
-it, in the same boot.
+reason: the next job removes the directories that are not locked, and before that kills the processes that have one of
+them in HVDLITE_JOB_DIR. Launcher, agent and remote parent may have been killed at once, so that nobody else does.
+
+On a file system that hosts share, a lock may be invisible to other hosts. So a file in the directory contains the boot
+ID of its machine, and only that machine removes it, in the same boot.
 """
 
 from __future__ import annotations
@@ -15,14 +17,21 @@ import os
 import re
 import shutil
 import tempfile
+import time
+from typing import TYPE_CHECKING
 
 from ..errors import LauncherError
 from .machine import boot_id
+
+if TYPE_CHECKING:
+    import psutil
 
 _NAME = re.compile(r"hvdlite-[0-9a-f]{16}-[0-9]+")  # see `worker_environment.job_dir` and `Agents._token_of`
 _NOTE = "boot"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TRIES = 10
+
+_ROUNDS, _PAUSE_S = 200, 0.005
 
 
 def temporary_directory() -> str:
@@ -64,7 +73,7 @@ def make(path: str) -> int:
 
 
 def clear_abandoned(within: str) -> None:
-    """Removes this user's directories of dead jobs. Keeps any whose job may be alive."""
+    """Kills the processes of this user's dead jobs, and removes their directories. Keeps any whose job may be alive."""
     boot = boot_id()
     with contextlib.suppress(OSError), os.scandir(within) as entries:
         for entry in entries:
@@ -82,10 +91,37 @@ def _clear(path: str, boot: str) -> None:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.listdir(held):
             os.rmdir(path)  # fails if a file was created there since
-        elif _read_note(held) == boot:
+        elif _read_note(held) == boot and _kill_all_of(os.path.basename(path)):
             shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(held)
+
+
+def _kill_all_of(name: str) -> bool:
+    """Kills the processes of the job with this directory. Returns False if some are left, or this process is of it."""
+    import psutil  # noqa: PLC0415  # costs 20 ms, seldom needed
+
+    own = {os.getpid(), *(each.pid for each in psutil.Process().parents())}
+    for _ in range(_ROUNDS):
+        found = [each for each in psutil.process_iter() if _is_of(each, name)]
+        # A terminal that a job has opened, from which this one is started, is its user's.
+        if not found or own.intersection(each.pid for each in found):
+            return not found
+        # Repeated, since a listed process may fork before it is killed.
+        for each in found:
+            with contextlib.suppress(psutil.Error):
+                each.kill()
+        time.sleep(_PAUSE_S)
+    return False
+
+
+def _is_of(process: psutil.Process, name: str) -> bool:
+    import psutil  # noqa: PLC0415  # as in _kill_all_of
+
+    try:
+        return os.path.basename(process.environ().get("HVDLITE_JOB_DIR", "")) == name
+    except (psutil.Error, OSError):  # it has ended, or is another user's
+        return False
 
 
 def _is_at(path: str, held: int) -> bool:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,49 @@ def test_what_is_not_known_to_be_a_job_s_of_this_machine_stays(path, tmp_path, m
     job_directory.clear_abandoned(str(tmp_path))
     for left in (*other_names, without_note, of_another_boot, of_another_user, link, target / "file", note_elsewhere):
         assert os.path.lexists(left), left
+
+
+SLEEPS = "import sys; print('sleeps', flush=True); sys.stdin.read()"
+
+
+def sleeper(job: str) -> subprocess.Popen:
+    """Starts a daemon of the job with this directory, with a session of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEPS],
+        env={**os.environ, "HVDLITE_JOB_DIR": job},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout.readline() == b"sleeps\n"
+    return process
+
+
+def test_processes_that_a_dead_job_has_left_are_killed_and_those_of_others_go_on(path, tmp_path):
+    running = job_dir("0123456789abcdef-1", str(tmp_path))
+    held = job_directory.make(running)
+    abandoned(path)
+    left, others = sleeper(path), sleeper(running)
+    job_directory.clear_abandoned(str(tmp_path))
+    assert left.wait(60) == -signal.SIGKILL
+    assert not os.path.exists(path)
+    assert others.poll() is None
+    others.communicate()
+    assert others.returncode == 0
+    os.close(held)
+
+
+def test_a_job_that_is_started_by_a_process_of_a_dead_one_leaves_that_alone(path, tmp_path):
+    # Such as a terminal that the dead job has opened: the process that clears away is of it, or a child of it.
+    abandoned(path)
+    clear = (
+        "import sys; from hvdlite_launcher.system.job_directory import clear_abandoned; clear_abandoned(sys.argv[1])"
+    )
+    command = ["env", "-u", "HVDLITE_JOB_DIR", sys.executable, "-c", clear, str(tmp_path)]
+    by_shell = ["sh", "-c", '"$@"; echo lives', "sh", *command]
+    run = subprocess.run(by_shell, env={**os.environ, "HVDLITE_JOB_DIR": path}, check=True, capture_output=True)
+    assert run.stdout == b"lives\n"
+    assert os.path.isdir(path)
 
 
 def test_one_that_is_empty_goes_since_its_job_never_came_further(path, tmp_path):
