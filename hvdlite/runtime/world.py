@@ -539,8 +539,8 @@ def _require_place_of_its_own() -> None:
     if dist.is_initialized() or ((place := place_in(environ)) is not None and place == place_in(os.environ)):
         raise LaunchEnvironmentError(
             f"hvd.init(): this process (pid {os.getpid()}) is a forked child of rank {parent.rank} (pid {parent.pid}), "
-            "and has that rank's place in the job: start it as a new program, for example with subprocess; or delete "
-            "the launcher's variables from os.environ first, to be the only rank of a job of its own"
+            "and has that rank's place in the job: leave hvd.init() out here; or delete the launcher's variables from "
+            "os.environ first, to be the only rank of a job of its own"
         )
     forks.become_rank()
 

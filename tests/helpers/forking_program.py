@@ -109,6 +109,7 @@ def shut_down() -> None:
     hvd.shutdown()
     words = error_of(hvd.init, hvd.LaunchEnvironmentError)
     assert f"is a forked child of rank {rank} " in words, words
+    assert "leave hvd.init() out here" in words, words
     assert "that rank's place" in words, words
 
 
