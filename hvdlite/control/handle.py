@@ -65,6 +65,10 @@ class Handle(int):
         """Whether `wait` would return, or raise, at once."""
         return self._ended.is_set()
 
+    def has_succeeded(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._ended.is_set() and self._error is None
+
     def refuse_in_child(self) -> None:
         """Raises a NotInitializedError in a forked child if the operation had not ended before: it never will there."""
         if not self._ended.is_set():

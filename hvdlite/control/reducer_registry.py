@@ -75,8 +75,8 @@ class Opens(Protocol):
         """Requests the opening from the other ranks; returns at once where operations are negotiated."""
         ...
 
-    def has_ended(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+    def is_settled(self) -> bool:
+        """Whether it is open, or `wait` has raised why it is not."""
         ...
 
     def wait(self) -> object:
@@ -93,7 +93,7 @@ class ReducerRegistry:
     def __init__(self) -> None:
         # Not begun yet, in the order of the claims.
         self._unopened: list[Opens] = []
-        # Begun, and not open when last checked.
+        # Begun, and not settled when last checked.
         self._on_the_way: list[Opens] = []
         self._opening = threading.RLock()
         # The reducers of each group, by the group's label.
@@ -119,7 +119,7 @@ class ReducerRegistry:
             self._unopened.append(opening)
 
     def open_all(self) -> list[Opens]:
-        """Begins to open all claimed engines, in the order of the claims; returns those that are not open yet.
+        """Begins to open all claimed engines, in the order of the claims; returns those that are not settled yet.
 
         Returns at once where operations are negotiated. All are begun together because ranks may first use them in
         different orders, and a rank that joins may not have used them at all.
@@ -131,7 +131,7 @@ class ReducerRegistry:
                 # It stays in the list if this raises, as for two threads with HVDLITE_CHECK=0, and can be retried.
                 self._unopened[0].begin()
                 self._on_the_way.append(self._unopened.pop(0))
-            self._on_the_way = [opening for opening in self._on_the_way if not opening.has_ended()]
+            self._on_the_way = [opening for opening in self._on_the_way if not opening.is_settled()]
             return list(self._on_the_way)
 
     def enter(self, group: Group, number: int, member: SitsOut) -> None:

@@ -219,7 +219,7 @@ class AveragingOptimizer(HorovodsAttributes):
         )
         self._reducer.drop_passes()
         self._is_unscaled = False
-        self._follow_groups()
+        self._let_go()
         self._optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -253,8 +253,7 @@ class AveragingOptimizer(HorovodsAttributes):
         if by_bucket is not None:
             by_bucket.drop_gradients()
         self._is_unscaled = False
-        # What has left the groups since backward.
-        self._follow_groups()
+        self._let_go()
         return result
 
     @property
@@ -430,21 +429,24 @@ class AveragingOptimizer(HorovodsAttributes):
         return [list(group["params"]) for group in self._optimizer.param_groups]
 
     def _follow_groups(self) -> None:
-        """Averages the parameters that are in the groups now. Programs change these themselves, as in densification.
-
-        Within a step new parameters are added to it; those that have left are let go after it.
-        """
-        members = self._members()
-        if list(map(len, members)) == list(map(len, self._followed)) and all(
-            map(is_, chain.from_iterable(members), chain.from_iterable(self._followed))
-        ):
+        """Averages what has come to the groups. Programs change these themselves, as in densification."""
+        if self._is_followed(self._members()):
             return
         new = check_trained(names_of_new(self._optimizer, self._named))
         if new:
             self._named = [*self._named, *new]
             self._reducer.add_params(new, are_new=True)
-        if self._reducer.is_in_step:
+
+    def _let_go(self) -> None:
+        """Averages what has come to the groups, and lets go of what has left them; only between two steps.
+
+        A step does not begin with this: ranks begin it at different points, one with its first gradient and one without
+        any when it steps, and all must make the same changes in the same step.
+        """
+        members = self._members()
+        if self._is_followed(members):
             return
+        self._follow_groups()
         present = {id(param) for param in chain.from_iterable(members)}
         gone = {name for name, param in self._named if id(param) not in present}
         if gone:
@@ -452,6 +454,11 @@ class AveragingOptimizer(HorovodsAttributes):
             self._named = [(name, param) for name, param in self._named if name not in gone]
             self._named_groups = [[name for name in group if name not in gone] for group in self._named_groups]
         self._followed = members
+
+    def _is_followed(self, members: list[list[Tensor]]) -> bool:
+        return list(map(len, members)) == list(map(len, self._followed)) and all(
+            map(is_, chain.from_iterable(members), chain.from_iterable(self._followed))
+        )
 
 
 keep_outside_graphs(globals())

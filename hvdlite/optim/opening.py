@@ -97,6 +97,8 @@ class Opening:
         self._tune = tune
         self._device = device
         self._handle: Handle | None = None
+        # Whether `wait` has returned or raised what came of it.
+        self._is_told = False
         self._lock = threading.Lock()
         self._group: Group | None = None
         self._is_closed = False
@@ -114,14 +116,18 @@ class Opening:
             handle.fail(error)
         self._handle = handle
 
-    def has_ended(self) -> bool:
-        """Whether the opening has succeeded or failed, so that `wait` returns at once."""
-        return self._handle is not None and self._handle.is_ended()
+    def is_settled(self) -> bool:
+        """Whether the engine is open, or `wait` has raised why it is not."""
+        return self._is_told or (self._handle is not None and self._handle.has_succeeded())
 
     def wait(self) -> Opened:
         """Waits for all ranks, and returns the engine. Raises the same error on every rank if the opening failed."""
         assert self._handle is not None, "it has begun"
-        opened: Opened = self._handle.wait()
+        try:
+            opened: Opened = self._handle.wait()
+        finally:
+            # Not where an interrupt has ended the wait.
+            self._is_told = self._handle.is_ended()
         return opened
 
     def close(self) -> None:

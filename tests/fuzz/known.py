@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-KNOWN: dict[str, str] = {
-    "param_groups changed, and a rank without a backward pass": "it finds a change within the step sooner: an error",
-}
+KNOWN: dict[str, str] = {}
 
 
 class Unsettled(Exception):  # noqa: N818

@@ -184,6 +184,26 @@ def test_ranks_that_differ_have_one_error_at_the_first_need(differing, need):
     assert first == second
 
 
+def test_a_rank_that_joins_learns_of_an_opening_that_has_failed_before():
+    """Another operation has begun it, and nobody here has waited for it."""
+    has_failed = threading.Event()
+
+    def rank(own: int) -> str:
+        optimizer = differing_arguments(own)
+        hvd.barrier()
+        assert optimizer._reducer._opening._handle.ended_within(60)
+        if own == 1:
+            # Not before the other one has failed, since the end of this rank would be an error there, too.
+            assert has_failed.wait(60)
+        with pytest.raises(hvd.MismatchError, match=WORDS[differing_arguments]) as told:
+            NEEDS["step" if own else "join"](optimizer)
+        has_failed.set()
+        return str(told.value)
+
+    first, second = run_worlds(2, rank)
+    assert first == second
+
+
 def test_one_that_differs_is_an_error_in_its_own_step_and_in_no_other():
     def rank(own: int) -> str:
         differing = make(2 + own)[1]

@@ -229,6 +229,38 @@ def test_a_parameter_that_has_left_is_let_go():
     assert [where() for where in left] == [None, None]
 
 
+@pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.parametrize("begins", ["no backward pass", "gradients of another optimizer's pass"])
+def test_ranks_may_begin_the_step_in_which_a_parameter_is_replaced_at_different_points(begins, alone):
+    """One has begun it before, or begins it only when it steps."""
+
+    def rank(group: Group) -> list[float]:
+        inner, other = sgd([new(2), new(2)]), sgd([new(2)])
+        optimizer, of_other = wrap(group, inner, backward_passes_per_step=2), wrap(group, other)
+        for step in range(4):
+            if begins != "no backward pass":
+                backward(other, 1.0)
+                if group.rank == alone:
+                    inner.param_groups[0]["params"][1].sum().backward()
+                of_other.step()
+                of_other.zero_grad()
+                inner.param_groups[0]["params"][1].grad = None
+            came = new(2)
+            if step % 2 == 0:
+                inner.param_groups[0]["params"][0] = came
+            if begins != "no backward pass" or group.rank != alone:
+                backward(inner, 2.0)
+            if step % 2 == 1:
+                inner.param_groups[0]["params"][0] = came
+            optimizer.step()
+            optimizer.zero_grad()
+        return inner.param_groups[0]["params"][1].tolist()
+
+    # By momentum, four equal gradients.
+    expected = -(1 + 1.5 + 1.75 + 1.875) * (4.0 if begins != "no backward pass" else 2.0)
+    assert run_ranks(2, rank) == [[expected] * 2] * 2
+
+
 def test_a_changed_optimizer_can_be_copied_and_pickled():
     hvd.init()
     inner = sgd([new(), new()])
