@@ -169,16 +169,7 @@ def test_all_that_wait_in_init_and_all_that_never_came_are_named():
     [
         (Exited(0, 0), Exited(1, 0)),
         (InitStarted(0), InitStarted(1), InitDone(0), Exited(0, 0), InitDone(1), Exited(1, 0)),
-        (
-            InitStarted(0),
-            InitStarted(1),
-            InitDone(0),
-            InitDone(1),
-            Exited(0, 0),
-            InitStarted(1),
-            InitDone(1),
-            Exited(1, 0),
-        ),
+        (InitStarted(0), InitStarted(1), InitDone(0), InitDone(1), Exited(0, 0), Exited(1, 0)),
         (InitStarted(0), InitDone(0), Exited(1, 0), Exited(0, 0)),
         (InitStarted(0), Exited(0, 0), Exited(1, 0)),
         (InitStarted(0), InitFailed(0), Exited(1, 0), Exited(0, 0)),
@@ -187,6 +178,30 @@ def test_all_that_wait_in_init_and_all_that_never_came_are_named():
 def test_ranks_that_have_called_init_or_that_nobody_waits_for_may_end(script):
     played = Played(*script)
     assert (played.exit_code, played.report, played.signals) == (0, "", [])
+
+
+CONNECTED = (InitStarted(0), InitStarted(1), InitDone(0), InitDone(1))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        (InitStarted(1), InitFailed(1), Exited(1, 0), InitStarted(0)),
+        (InitStarted(1), InitFailed(1), InitStarted(0), Exited(1, 0)),
+        (InitStarted(0), InitStarted(1), InitFailed(1), Exited(1, 0)),
+        (InitStarted(0), InitStarted(1), Exited(1, 0)),
+        (*CONNECTED, Exited(1, 0), InitStarted(0)),
+        (*CONNECTED, InitStarted(0), Exited(1, 0)),
+        (*CONNECTED, InitStarted(1), InitFailed(1), InitStarted(0), Exited(1, 0)),
+    ],
+)
+def test_a_rank_that_ends_without_a_connection_by_the_init_in_which_another_waits_is_the_cause_at_once(script):
+    played = Played(*script, Exited(0, -15))
+    assert played.exit_code == 1
+    assert played.report == (
+        "rank 1 ended with exit code 0 without a connection by the hvd.init() in which rank 0 waits"
+    )
+    assert played.signals == [(0, [0], TERM)]
 
 
 def test_a_rank_that_tries_again_after_it_gave_up_waits_again():
@@ -600,6 +615,34 @@ def test_a_rank_that_does_not_come_to_init_in_time_is_named_with_its_host():
 def test_ranks_that_cannot_connect_in_time_are_told_from_those_that_did_not_come():
     played = Played(InitStarted(0), InitStarted(1), TIME_PASSES, Exited(0, -TERM), Exited(1, -TERM))
     assert played.report.startswith("ranks 0, 1 on localhost called hvd.init(), but did not connect to all other ranks")
+
+
+def test_a_rank_whose_init_raised_and_that_goes_on_alone_is_named_after_the_timeout():
+    ends = Exited(0, -TERM), Exited(1, -TERM)
+    played = Played(InitStarted(0), InitStarted(1), Late(10, InitFailed(1)), TIME_PASSES, *ends)
+    assert played.report == (
+        "rank 1 on localhost left hvd.init() with an exception, and did not call it again within 60 s "
+        "(--start-timeout); rank 0 waits there"
+    )
+    assert played.signals == [(70.0, [0, 1], TERM)]
+
+
+def test_a_rank_that_comes_once_the_other_has_given_up_does_not_wait_for_ever():
+    ends = Exited(0, -TERM), Exited(1, -TERM)
+    played = Played(InitStarted(1), InitFailed(1), Late(1000, InitStarted(0)), TIME_PASSES, *ends)
+    assert played.report.endswith("; rank 0 waits there")
+    assert played.signals == [(1060.0, [0, 1], TERM)]
+
+
+def test_ranks_that_try_again_and_again_may_take_their_time():
+    tries = [event for worker in (0, 1, 0, 1, 0) for event in (Late(30, InitFailed(worker)), InitStarted(worker))]
+    played = Played(InitStarted(0), InitStarted(1), *tries, InitDone(0), InitDone(1), Exited(0, 0), Exited(1, 0))
+    assert (played.exit_code, played.signals) == (0, [])
+
+
+def test_where_all_gave_up_nobody_is_waited_for():
+    gave_up = InitStarted(0), InitStarted(1), InitFailed(0), InitFailed(1)
+    assert Played(*gave_up, Late(1000, Output(0, "stdout", b"x")), Exited(0, 0), Exited(1, 0)).exit_code == 0
 
 
 def test_once_all_are_connected_nobody_counts_any_more():
