@@ -24,7 +24,7 @@ hvd.init()
 worker = int(os.environ["HVDLITE_WORKER"])
 there = Path(os.environ["RESULTS"])
 is_late = worker > 2 and "IS_LATE" in os.environ
-size_before = hvd.size()
+size_before, full = hvd.size(), int(os.environ["FULL"])
 while is_late and not (there / "late").exists():
     time.sleep(0.01)
 torch.manual_seed(worker)
@@ -48,8 +48,9 @@ def train(state):
         optimizer.step()
         state.step += 1
         if state.step > 3:
-            state.alone += hvd.size() == size_before - 1
-            state.together += hvd.size() == size_before
+            # Not by ``size_before``: a worker that comes after two losses finds fewer ranks before it is one.
+            state.alone += hvd.size() == full - 1
+            state.together += hvd.size() == full
         if state.alone == 3 and hvd.rank() == 0:
             (there / "late").touch()
         state.commit()
@@ -64,7 +65,7 @@ print("end", worker, hvd.size(), size_before, callbacks[-1:], hashlib.sha256(bit
 
 def ends_of(launch, tmp_path, *flags: str, **env: str):
     """Returns what each worker has said at its end, by its number, and what hvdlite-run has said."""
-    env["RESULTS"] = str(tmp_path)
+    env |= {"RESULTS": str(tmp_path), "FULL": "3"}
     job = launch("-np", "3", "--min-np", "2", *flags, sys.executable, "-c", PROGRAM, env=env)
     code, out, err = job.ended(PATIENCE_S)
     job.assert_gone()
@@ -117,7 +118,16 @@ def test_whoever_is_lost_while_a_worker_joins_the_others_go_on_and_another_joins
 def test_a_new_worker_does_not_begin_anew_if_the_last_one_with_the_state_is_lost(launch, tmp_path, flags):
     fault = ["--chaos", "kill@handover:worker=0:step=4"]
     job = launch(
-        "-np", "2", "--min-np", "1", *fault, *flags, sys.executable, "-c", PROGRAM, env={"RESULTS": str(tmp_path)}
+        "-np",
+        "2",
+        "--min-np",
+        "1",
+        *fault,
+        *flags,
+        sys.executable,
+        "-c",
+        PROGRAM,
+        env={"RESULTS": str(tmp_path), "FULL": "2"},
     )
     code, out, err = job.ended(PATIENCE_S)
     job.assert_gone()
