@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 
 # What the machine may run out of, with a remedy.
 _SHORT = {
@@ -22,6 +23,8 @@ _SHORT_AT_PATH = {
     errno.EROFS: "the file system is read-only",
 }
 _NO_THREAD = "can't start new thread"
+# Each thread has a stack of some MB in the address space.
+_NO_THREAD_IN_LIMITED_MEMORY = "cannot start more threads: raise the limits with ulimit -v and ulimit -u, or end some"
 
 
 class LauncherError(Exception):
@@ -56,7 +59,8 @@ def in_words(error: BaseException) -> str | None:
         lacked = [number for number in _SHORT if os.strerror(number) in str(error)]
         return _SHORT[lacked[0]] if lacked else None
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
-        return _SHORT[errno.EAGAIN]
+        is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+        return _NO_THREAD_IN_LIMITED_MEMORY if is_limited else _SHORT[errno.EAGAIN]
     if isinstance(error, OSError) and error.errno in _SHORT:
         where = f"{error.filename!r}: " if error.filename else ""
         return f"{where}{_SHORT[error.errno]}"
