@@ -47,14 +47,9 @@ def serve(fd: int, agent: int) -> None:
 def _wait_for_program(connection: socket.socket, agent: int) -> Program:
     """Returns the program to run, in a worker."""
     environment = dict(os.environ)
-    _import_all()
-    if (why := _why_unsafe()) is not None:
+    if (why := import_all()) is not None:
         _answer(connection, {"declined": why})
         os._exit(0)
-    gc.collect()
-    gc.freeze()  # else the first collection in each worker would copy all of this memory
-    # At a worker's end: libraries such as triton complain on stderr of what the last collection leaves.
-    atexit.register(gc.unfreeze)
     _answer(connection, {"ready": True})
     while True:
         data, fds, *_ = socket.recv_fds(connection, MOST_BYTES, _PIPES)
@@ -64,7 +59,7 @@ def _wait_for_program(connection: socket.socket, agent: int) -> Program:
         number = request.pop("worker")
         program = Program(**request)
         why = forked_program.why_not(program)
-        if why is None and _fork_child_of_agent():
+        if why is None and fork_child_of_agent():
             forked_program.prepare(program, environment, fds[0], fds[1], agent)
             _answer(connection, {"worker": number, "pid": os.getpid()})
             connection.close()
@@ -76,16 +71,26 @@ def _wait_for_program(connection: socket.socket, agent: int) -> Program:
             _answer(connection, {"worker": number, "declined": why})
 
 
-def _import_all() -> None:
+def import_all() -> str | None:
+    """Imports what workers need, to be shared by all copies of this process.
+
+    Returns why such copies may not be as good as new processes; None if they are.
+    """
     own = importlib.import_module(__package__)
     for name in _NAMES:
         getattr(own, name)
     for module in _MODULES:
         importlib.import_module(module)
+    if (why := _why_unsafe()) is not None:
+        return why
+    gc.collect()
+    gc.freeze()  # else the first collection in each worker would copy all of this memory
+    # At a worker's end: libraries such as triton complain on stderr of what the last collection leaves.
+    atexit.register(gc.unfreeze)
+    return None
 
 
 def _why_unsafe() -> str | None:
-    """Returns why copies of this process may not be as good as new ones."""
     if threading.active_count() > 1:
         return "a module that is imported at the start has started threads"
     if sys.gettrace() is not None or sys.getprofile() is not None:
@@ -103,8 +108,8 @@ def _answer(connection: socket.socket, answer: dict[str, object]) -> None:
         os._exit(0)
 
 
-def _fork_child_of_agent() -> bool:
-    """Forks a process that is a child of the agent, and returns whether this is the new process."""
+def fork_child_of_agent() -> bool:
+    """Forks a process that is a child of the agent, this one's parent; returns whether this is the new process."""
     reads, writes = os.pipe()
     try:
         with warnings.catch_warnings():

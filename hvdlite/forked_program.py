@@ -52,7 +52,7 @@ class Program:
 
 def why_not(program: Program) -> str | None:
     """Returns why only a new interpreter runs this program as its author may expect; None if that is not so."""
-    source = _source_of(program)
+    source = source_of(program)
     if source is None:
         return "its source was not found"
     if found := _READ_ON_LOAD.search(source):
@@ -60,7 +60,7 @@ def why_not(program: Program) -> str | None:
     return None
 
 
-def _source_of(program: Program) -> str | None:
+def source_of(program: Program) -> str | None:
     """Returns the text of the main program. It imports nothing, so packages are searched and not imported."""
     if program.kind == "code":
         return program.program

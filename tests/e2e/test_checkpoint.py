@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.copied_ranks]
 
 PROGRAM = """
 import contextlib, hashlib, random, sys

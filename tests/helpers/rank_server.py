@@ -1,0 +1,309 @@
+"""
+Has imported torch and hvdlite once, so that ranks of the tests' jobs need not. `RankServer` starts it.
+
+    hvdlite-run ── agent_stand_in ══ rank_server (torch imported) ── fork ── remote parent ── fork ── agent ── worker
+                                                                                                        └─ fork source
+
+A process cannot be given to another parent, and a worker has to be a child of its agent. So it is the agent that is a
+copy of the server, through its remote parent. It begins with a fork source: a child that does nothing but fork what
+becomes a child of the agent, as `hvdlite.fork_server` does for workers that replace others. Copies and new processes
+differ in how they come to be alone; each program begins in the interpreter's main program, by `hvdlite.forked_program`.
+
+A worker is a copy only where that makes no difference to its program; otherwise the agent starts it as it would without
+this: it is no program of Python's, does not use torch, or has options or variables that an interpreter reads when it
+starts.
+
+Requests come from `agent_stand_in`, on a listening socket. The server ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import re
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from agent_stand_in import surroundings
+from hvdlite_launcher.host import agent, remote_parent, stacks_on_signal, start_workers
+from hvdlite_launcher.host.start_workers import ForkedProcess, Worker
+from hvdlite_launcher.plan.python_command import PythonCommand, parse_python
+from hvdlite_launcher.system import process_tree
+from hvdlite_launcher.wire.messages import StartJob
+
+import hvdlite
+from hvdlite import fork_server, forked_program, process_words
+
+_MOST_BYTES = 1 << 18
+_HOOK = os.path.join(os.path.dirname(os.path.abspath(start_workers.__file__)), "path")
+_HOROVOD = os.path.join(os.path.dirname(os.path.abspath(hvdlite.__file__)), "horovod", "path")
+# Variables that are read when an interpreter or a library is loaded. The two that a copy can follow are not among them.
+_READ_ON_LOAD = re.compile(
+    r"(?!OMP_NUM_THREADS$|PYTHONPATH$)"
+    r"(BLIS|GOMP|GOTO|KMP|LC|LD|MALLOC|MKL|NUMEXPR|OMP|OPENBLAS|PYTHON|PYTORCH|TORCH[A-Z]*|VECLIB)_?[A-Z0-9_]+|LANG|TZ"
+)
+_USES_TORCH = re.compile(r"torch|hvdlite|horovod")
+
+
+class _IsForkSourceError(Exception):
+    """Raised in a new fork source, to leave the agent's code for the main program."""
+
+    def __init__(self, connection: socket.socket, agent: int) -> None:
+        super().__init__()
+        self.connection = connection
+        self.agent = agent
+
+
+# ------------------------------------------------------------------- the server
+
+
+def _serve(listener: socket.socket) -> dict[str, Any]:
+    """Answers requests for remote parents until stdin ends; returns a request, in the process that is forked for it."""
+    own = surroundings()
+    selector = selectors.DefaultSelector()
+    selector.register(0, selectors.EVENT_READ, lambda: os._exit(0))
+
+    def accept() -> dict[str, Any] | None:
+        connection, _ = listener.accept()
+        data, fds, *_ = socket.recv_fds(connection, _MOST_BYTES, 3)
+        request = json.loads(data) if data else {}
+        pid = os.fork() if request.get("surroundings") == own else None
+        if pid == 0:
+            for number, fd in enumerate(fds):
+                os.dup2(fd, number)
+        for fd in fds:
+            os.close(fd)
+        if pid:
+            _watch(selector, connection, pid)
+            return None
+        try:
+            connection.send(b'"declined"' if pid is None else b'"forked"')
+        except OSError:  # the stand-in has been killed
+            if pid == 0:
+                os._exit(1)
+        connection.close()
+        return None if pid is None else request
+
+    selector.register(listener, selectors.EVENT_READ, accept)
+    while True:
+        for key, _ in selector.select():
+            if (request := key.data()) is not None:
+                _close_all(selector)
+                return request
+
+
+def _close_all(selector: selectors.BaseSelector) -> None:
+    """Closes what the server waits for, in its copy: each by its object, which would close its number again later."""
+    for key in list(selector.get_map().values()):
+        if isinstance(key.fileobj, socket.socket):
+            key.fileobj.close()
+        elif key.fd != 0:
+            os.close(key.fd)
+    selector.close()
+
+
+def _watch(selector: selectors.BaseSelector, connection: socket.socket, pid: int) -> None:
+    """Has the end of the remote parent ``pid`` told to its stand-in, and kills it when that has ended."""
+    pidfd = os.pidfd_open(pid)
+
+    def on_end() -> None:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with contextlib.suppress(OSError):
+            connection.send(json.dumps(code).encode())
+        selector.unregister(pidfd)
+        os.close(pidfd)
+        with contextlib.suppress(KeyError):
+            selector.unregister(connection)
+        connection.close()
+
+    def on_hang_up() -> None:
+        if connection.fileno() < 0:  # closed in the same round
+            return
+        selector.unregister(connection)
+        os.kill(pid, signal.SIGKILL)  # it is not reaped, so its number is its own
+
+    selector.register(pidfd, selectors.EVENT_READ, on_end)
+    selector.register(connection, selectors.EVENT_READ, on_hang_up)
+
+
+def _become(request: Mapping[str, Any]) -> None:
+    """Gives this process the session, directory and environment of the stand-in."""
+    os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    tempfile.tempdir = None
+    process_words.show(request["words"], os.environ)
+
+
+# ---------------------------------------------------------- the agent's process
+
+
+def _agent_main(run: Callable[..., int], variables: Mapping[str, str], *arguments: Any) -> int:
+    """Runs the agent beside a fork source. ``variables`` are those that libraries were loaded with."""
+    process_tree.adopt_orphans()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own = os.getpid()
+    if os.fork() == 0:
+        ours.close()
+        raise _IsForkSourceError(theirs, own)
+    theirs.close()
+    agent.start_workers = lambda *job: _start_workers(ours, variables, *job)
+    return run(*arguments)
+
+
+def _start_workers(
+    source: socket.socket,
+    variables: Mapping[str, str],
+    job: StartJob,
+    workers: Mapping[int, Mapping[str, str]],
+    job_dir: str,
+    interface: str | None,
+) -> Iterator[Worker]:
+    """Does as `start_workers`, with copies where that makes no difference."""
+    common = start_workers.common_environment(job, job_dir, interface)
+    command = start_workers.command_of(job)
+    for number, own in workers.items():
+        environment = {**common, **own}
+        parts = parse_python(command, environment)
+        worker = None
+        if parts is not None and _is_like_this(parts, environment, variables):
+            worker = _forked(source, number, parts, environment, job.cwd)
+        if worker is not None:
+            yield worker
+        else:
+            yield from start_workers.start_workers(job, {number: own}, job_dir, interface)
+
+
+def _is_like_this(command: PythonCommand, environment: Mapping[str, str], variables: Mapping[str, str]) -> bool:
+    """Whether the interpreter that runs a command would have begun as this one."""
+    return (
+        not command.options
+        and shutil.which(command.interpreter, path=environment.get("PATH")) == sys.executable
+        and {*environment.get("PYTHONPATH", "").split(os.pathsep)} <= {_HOOK, _HOROVOD}
+        and all(
+            environment.get(name) == variables.get(name)
+            for name in {*environment, *variables}
+            if _READ_ON_LOAD.fullmatch(name)
+        )
+    )
+
+
+def _forked(
+    source: socket.socket, number: int, command: PythonCommand, environment: Mapping[str, str], cwd: str
+) -> Worker | None:
+    """Returns a worker that is a copy of the fork source; None if that has declined."""
+    message = {
+        "kind": command.kind,
+        "program": command.program,
+        "arguments": command.arguments,
+        "words": command.words,
+        "environment": environment,
+        "cwd": cwd,
+        "path": command.first_path(cwd),
+    }
+    stdin, stdin_writes = os.pipe() if number == 0 else (os.open(os.devnull, os.O_RDONLY), None)
+    (out, out_writes), (err, err_writes) = os.pipe(), os.pipe()
+    theirs = [stdin, out_writes, err_writes]
+    socket.send_fds(source, [json.dumps(message).encode()], theirs)
+    for fd in theirs:
+        os.close(fd)
+    answer = json.loads(source.recv(_MOST_BYTES))
+    if answer is None:
+        for fd in filter(None, (stdin_writes, out, err)):
+            os.close(fd)
+        return None
+    pipes = {"stdout": os.fdopen(out, "rb", buffering=0), "stderr": os.fdopen(err, "rb", buffering=0)}
+    process = ForkedProcess(answer, stdin=stdin_writes and os.fdopen(stdin_writes, "wb", buffering=0))
+    return Worker(number, process, pipes)
+
+
+# -------------------------------------------------------------- the fork source
+
+
+def _wait_for_program(connection: socket.socket, agent: int) -> forked_program.Program:
+    """Forks a worker for each request of the agent; returns its program, in the worker."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != agent:
+        os._exit(1)
+    connection = socket.socket(fileno=os.dup2(connection.detach(), 3))
+    os.closerange(4, 1 << 16)
+    # The connection to the launcher is the agent's.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1):
+        os.dup2(nothing, fd)
+    os.close(nothing)
+    while True:
+        data, fds, *_ = socket.recv_fds(connection, _MOST_BYTES, 3)
+        if not data:
+            os._exit(0)
+        request = json.loads(data)
+        cwd, path = request.pop("cwd"), request.pop("path")
+        program = forked_program.Program(**request)
+        if not _is_for_copies(program, cwd):
+            connection.send(b"null")
+        elif fork_server.fork_child_of_agent():
+            os.chdir(cwd)
+            os.dup2(fds[0], 0)
+            os.close(fds[0])
+            forked_program.prepare(program, {}, fds[1], fds[2], agent)
+            connection.send(json.dumps(os.getpid()).encode())
+            connection.close()
+            _begin(path)
+            return program
+        for fd in fds:
+            os.close(fd)
+
+
+def _is_for_copies(program: forked_program.Program, cwd: str) -> bool:
+    os.chdir(cwd)
+    source = forked_program.source_of(program)
+    return source is not None and bool(_USES_TORCH.search(source)) and forked_program.why_not(program) is None
+
+
+def _begin(path: str) -> None:
+    """Does what an interpreter does before it runs the program, by its environment."""
+    entries = [each for each in os.environ["PYTHONPATH"].split(os.pathsep) if each != _HOOK]
+    sys.path[:0] = [path, *entries]
+    tempfile.tempdir = None
+    if count := os.environ.get("OMP_NUM_THREADS"):
+        sys.modules["torch"].set_num_threads(int(count))
+    # Without a last collection of all that was imported, which takes a second. What complains of that is not used here.
+    atexit.unregister(gc.unfreeze)
+    # In a new process `import torch` registers before hvdlite does; what is registered last runs first.
+    at_end = vars(hvdlite)["_end_of_program"]
+    atexit.unregister(at_end)
+    stacks_on_signal.register()
+    atexit.register(at_end)
+
+
+def main(listener: int) -> None:
+    """Serves, and runs programs in workers. To be called from the interpreter's main program, which catches nothing."""
+    del sys.path[0]  # where this file is
+    variables = dict(os.environ)  # what is imported may set others
+    if (why := fork_server.import_all()) is not None:
+        raise RuntimeError(f"no ranks can be forked from here: {why}")
+    forked_program.run(_program(socket.socket(fileno=listener), variables))
+
+
+def _program(listener: socket.socket, variables: Mapping[str, str]) -> forked_program.Program:
+    """Returns the program to run, in workers."""
+    _become(_serve(listener))
+    run = agent.main
+    agent.main = lambda *arguments: _agent_main(run, variables, *arguments)
+    try:
+        os._exit(remote_parent.main())
+    except _IsForkSourceError as source:
+        connection, parent = source.connection, source.agent
+    return _wait_for_program(connection, parent)
