@@ -20,13 +20,19 @@ from .placement import Placement
 # Where launchers name the job, which a placement does not.
 _OF_JOB = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID"),
-    *("PMIXPLACE_TAKENSPACE", "PMI_FD", "PMI_PORT"),
+    *("PMIX_NAMESPACE", "PMI_FD", "PMI_PORT"),
 )
 
 
 def place_in(environ: MutableMapping[str, str]) -> ElasticWorker | Placement | None:
-    """Returns the place in a job that these variables give to a process; None if they give none."""
-    return read_elastic_worker(environ) or read_placement(environ)
+    """Returns the place in a job that these variables give to a process; None if they give none, or none that is whole.
+
+    A process whose group was made before `hvd.init`, as Ray's are, may have some of a launcher's variables.
+    """
+    try:
+        return read_elastic_worker(environ) or read_placement(environ)
+    except LaunchEnvironmentError:
+        return None
 
 
 def mark_taken(environ: MutableMapping[str, str] = os.environ) -> None:
