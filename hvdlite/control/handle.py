@@ -66,7 +66,7 @@ class Handle(int):
         return self._ended.is_set()
 
     def has_succeeded(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether the operation has ended without an error, so that `wait` returns its result at once."""
         return self._ended.is_set() and self._error is None
 
     def refuse_in_child(self) -> None:

@@ -124,7 +124,7 @@ class Layout:
             bucket.allow_changes()
 
     def drop_averages(self) -> None:
-        """Tells the other ranks, in the buckets that are not sent yet, that this one drops the averages of the step."""
+        """Does what `give_up` does, and tells the other ranks so in the buckets that are still to be sent."""
         for bucket in self.buckets:
             bucket.drop_averages()
 

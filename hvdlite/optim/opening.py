@@ -97,7 +97,7 @@ class Opening:
         self._tune = tune
         self._device = device
         self._handle: Handle | None = None
-        # Whether `wait` has returned or raised what came of it.
+        # Whether `wait` has returned the engine, or raised the error.
         self._is_told = False
         self._lock = threading.Lock()
         self._group: Group | None = None

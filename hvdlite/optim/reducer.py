@@ -693,9 +693,9 @@ class Reducer(WorldPlan):
         self._phase = Phase.SPOILT
         raise GradientError(
             f"some ranks have dropped gradients of {self._trace.optimizer} that another optimizer's backward pass had "
-            "left there, as a GAN's generator does in its discriminator, and on others that pass had left none, so "
-            "that different steps were averaged. It must reach the parameters of this optimizer on all ranks or on "
-            "none: freeze them during the other optimizer's backward pass, by requires_grad_(False)"
+            "left there, as a GAN's generator does in its discriminator, and others had none to drop: gradients of "
+            "different steps were averaged. Such a pass must reach this optimizer's parameters on all ranks or on "
+            "none: freeze them during it, by requires_grad_(False), and call zero_grad() on every rank to go on"
         )
 
 

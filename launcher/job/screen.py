@@ -7,9 +7,9 @@ that accepts no output (Ctrl-S, a pager) never delays the supervisor. The screen
 A pipe or a file gets whole lines only, byte by byte as they were written. On a terminal, control sequences are made
 visible (see `terminal_text`). When a worker ends in the middle of a line, a newline is added.
 
-A carriage return without a newline, as in a progress bar, ends a state of it. A pipe or a file gets one of these as a
-line every few seconds, and the last. On a terminal the newest such line of each
-worker is drawn in the `footer`, below all other lines, each time in the same place.
+A carriage return without a newline ends a state of a progress bar. A pipe or a file gets one of these states as a line
+every few seconds, and the last one. On a terminal the newest state of each worker is drawn in the `footer`, below all
+other lines, each time in the same place.
 
 A worker's unfinished line may be a prompt: on a terminal it is shown once the worker has been quiet for a moment. What
 the worker writes next continues this line, unless another worker's output has been shown since, or the user has typed
@@ -67,10 +67,10 @@ class Screen:
     ) -> None:
         """``shown`` is called for each output that was shown, or that cannot be shown any more.
 
-        ``timestamps``: each line begins with the time. ``shows``: whether what a worker writes, which has this rank
-        now, is shown. ``files`` and ``json_log`` are closed at the end. ``rank_of``
-        maps a worker's number to the rank in its prefix, until `set_rank` is called; None if it has none. ``quiet_s``:
-        an unfinished line is shown on a terminal when its worker was quiet for so long. ``redraw_s``: see `Footer`.
+        ``timestamps``: each line begins with the time. ``shows`` returns whether the output of a worker is shown, by
+        its number and its present rank. ``files`` and ``json_log`` are closed at the end. ``rank_of`` maps a worker's
+        number to the rank in its prefix, until `set_rank` is called; None if it has none. ``quiet_s``: an unfinished
+        line is shown on a terminal when its worker was quiet for so long. ``redraw_s``: see `Footer`.
         """
         self._events = events
         self._fds: dict[Stream, int] = {"stdout": stdout, "stderr": stderr}

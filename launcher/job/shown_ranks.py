@@ -1,4 +1,4 @@
-"""Says whose output the screen shows, by --show-ranks and --local-ranks-filter. `launch` asks it for `Screen`."""
+"""Decides whose output the screen shows, by --show-ranks and --local-ranks-filter. `launch` gives it to `Screen`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot
 
 Shows = Callable[[int, int | None], bool]
-"""Whether what the worker with this number writes, which has this rank now, is shown."""
+"""Whether a worker's output is shown, by its number and its present rank (None if it has none)."""
 
 
 def shown_by_slots(job: JobSpec, slots: Sequence[Slot]) -> Shows:
-    """Returns it for a job whose ranks stay the same; raises `UsageError` if there is no such rank.
+    """Returns whose output is shown in a job whose ranks stay the same; raises `UsageError` for an unknown rank.
 
     A job that was restarted may have fewer ranks than at first.
     """
@@ -31,6 +31,9 @@ def shown_by_slots(job: JobSpec, slots: Sequence[Slot]) -> Shows:
 
 
 def shown_by_rank(job: JobSpec) -> Shows:
-    """Returns it for an elastic job. A worker without a rank is shown: it may be about to fail before it has one."""
+    """Returns whose output is shown in an elastic job.
+
+    A worker without a rank is shown: it may be about to fail before it has one.
+    """
     ranks = job.show_ranks
     return lambda _, rank: ranks is None or rank is None or rank in ranks

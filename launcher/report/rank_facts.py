@@ -98,9 +98,8 @@ class Process:
 class RankFacts:
     """One rank. ``rank`` is None before it has one. ``processes``: its own, with the descendants. ``addresses`` are its
     own on connections to ranks on other hosts, and ``silent_s`` says for how many seconds nothing has come from
-    other addresses. ``can_answer``: its program has called hvd.init(). ``is_ending``: it does not answer any
-    more, since its part in the job is over. ``has_come`` is False if its agent sent
-    nothing in time.
+    other addresses. ``can_answer``: its program has called hvd.init(). ``is_ending``: its part in the job is over, and
+    it does not answer any more. ``has_come`` is False if its agent sent nothing in time.
     """
 
     worker: int

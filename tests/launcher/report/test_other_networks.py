@@ -10,7 +10,7 @@ import pytest
 from hvdlite_launcher.report import other_networks
 from hvdlite_launcher.report.other_networks import advice, elsewhere
 
-WAITS = "import sys; sys.stdin.read()"
+WAITS = "import sys; print(flush=True); sys.stdin.read()"
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,9 @@ def test_only_those_in_other_namespaces_that_can_be_looked_at_are_elsewhere(monk
 def test_a_launcher_of_this_namespace_is_found_and_is_not_elsewhere(tmp_path):
     program = tmp_path / "hvdlite-run"
     program.write_text(WAITS)
-    with subprocess.Popen([sys.executable, program], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        # Before a process has begun its program, its command is empty.
+        process.stdout.readline()
         assert process.pid in other_networks._launchers()
         assert process.pid not in elsewhere()
         assert other_networks.network_of(process.pid) == os.readlink("/proc/self/ns/net")
