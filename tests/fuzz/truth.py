@@ -520,7 +520,7 @@ def adasum(vectors: list[Tensor]) -> Tensor:
 def _of_two(a: Tensor, b: Tensor) -> Tensor:
     if a.is_complex():
         return torch.view_as_complex(_of_two(torch.view_as_real(a), torch.view_as_real(b)))
-    dot, aa, bb = ((x * y).sum().double() for x, y in ((a, b), (a, a), (b, b)))
+    dot, aa, bb = ((x.double() * y.double()).sum() for x, y in ((a, b), (a, a), (b, b)))
     return (1 - dot / (2 * aa) if aa else 1) * a + (1 - dot / (2 * bb) if bb else 1) * b
 
 
