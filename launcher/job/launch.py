@@ -147,6 +147,7 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
         to_close.close()
         agents.end(timeout_s=_HASTY_AGENT_S if outcome.hasty else AGENT_S)
         log("no process of the job is left")
+        screen.show_held()
         if report := running.report():
             screen.say(report)
         if outcome.exit_code == 0 and (warning := apart.warning()):

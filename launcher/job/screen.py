@@ -15,6 +15,9 @@ A worker's unfinished line may be a prompt: on a terminal it is shown once the w
 the worker writes next continues this line, unless another worker's output has been shown since, or the user has typed
 an answer (`launch` reports that): then it becomes a line of its own. Under the live view of ``--watch`` it is
 drawn in the footer instead, until it is complete.
+
+A traceback that several ranks write is shown once, by `held_tracebacks`. If a message at the end of the job quotes one
+that can still be seen on the terminal, it says where that is instead.
 """
 
 from __future__ import annotations
@@ -24,13 +27,15 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
 from ..system.terminal_text import visible, visible_bytes
 from ..wire.messages import Event, Output, ScreenDone, ScreenFailed, Stream
+from .failure_message import quotes
 from .footer import ERASE, Footer
+from .held_tracebacks import HeldTracebacks, Traceback, TracebacksInView
 from .json_log import JsonLog
 from .lines import Lines
 from .output_files import OutputFiles
@@ -94,6 +99,8 @@ class Screen:
         self._quiet_s = quiet_s
         self._clock = clock
         self._quiet_at: dict[tuple[int, Stream], float] = {}  # when each unfinished line will be shown
+        self._tracebacks = HeldTracebacks(clock)
+        self._in_view = TracebacksInView()
         self._failed: set[Stream] = set()
         self._footers = self._make_footers(redraw_s)
         self._shown = shown
@@ -137,6 +144,10 @@ class Screen:
         """Shows a message of the launcher itself, on stderr."""
         self._todo.put(partial(self._say, text))
 
+    def show_held(self) -> None:
+        """Shows the tracebacks that are held back: what is said from now on comes after them."""
+        self._todo.put(partial(self._show_those, self._tracebacks.all))
+
     def record(self, kind: str, **facts: object) -> None:
         """Writes an event to the file of --log-json, after what was shown before it."""
         if self._json_log is not None:
@@ -168,6 +179,7 @@ class Screen:
         while (task := self._next_task()) is not None:
             task()
         self._view, self._status = None, ()
+        self._show_those(self._tracebacks.all)
         for worker, _ in list(self._lines):
             self._finish(worker)
         for footer in self._footers.values():
@@ -207,6 +219,8 @@ class Screen:
             redraw_at := min((f.due_at for f in self._footers.values() if f.due_at is not None), default=None)
         ) is not None:
             due.append((redraw_at, self._draw))
+        if (let_go_at := self._tracebacks.due_at) is not None:
+            due.append((let_go_at, partial(self._show_those, self._tracebacks.due)))
         return due
 
     def _begin(self, worker: int) -> None:
@@ -225,21 +239,44 @@ class Screen:
         if self._drops or not self._shows(output.worker, self._rank_now(output.worker)):
             self._shown(output)
             return
-        lines = self._lines.get((output.worker, output.stream))
-        if lines is None:
-            prefix = self._prefix(output.worker, output.stream)
-            clean = visible_bytes if self._on_terminal[output.stream] else bytes
-            lines = Lines(prefix, self._in_place[output.stream], self._stamp, clean, self._clock)
-            self._lines[output.worker, output.stream] = lines
-        text = lines.feed(output.data)
-        self._unfinished.pop((output.worker, output.stream), None)
-        if lines.bar and lines.in_place:
-            self._bars[output.worker, output.stream] = lines
-        self._write(output.stream, text, lines)
-        self._quiet_at.pop((output.worker, output.stream), None)
-        if self._on_terminal[output.stream] and lines.is_unfinished:
-            self._quiet_at[output.worker, output.stream] = self._clock() + self._quiet_s
+        worker, stream = output.worker, output.stream
+        if stream == "stderr":
+            for part in self._tracebacks.feed(worker, self._rank_now(worker), output.data):
+                self._show_stderr(worker, part)
+        else:
+            for part in self._tracebacks.let_go(worker):
+                self._show_stderr(worker, part)
+            self._show_bytes(worker, stream, output.data)
         self._shown(output)
+
+    def _show_bytes(self, worker: int, stream: Stream, data: bytes) -> None:
+        lines = self._lines.get((worker, stream))
+        if lines is None:
+            lines = self._lines[worker, stream] = self._new_lines(stream, self._prefix(worker, stream))
+        text = lines.feed(data)
+        self._unfinished.pop((worker, stream), None)
+        if lines.bar and lines.in_place:
+            self._bars[worker, stream] = lines
+        self._write(stream, text, lines)
+        self._quiet_at.pop((worker, stream), None)
+        if self._on_terminal[stream] and lines.is_unfinished:
+            self._quiet_at[worker, stream] = self._clock() + self._quiet_s
+
+    def _new_lines(self, stream: Stream, prefix: bytes) -> Lines:
+        clean = visible_bytes if self._on_terminal[stream] else bytes
+        return Lines(prefix, self._in_place[stream], self._stamp, clean, self._clock)
+
+    def _show_those(self, which: Callable[[], Iterable[tuple[int, bytes | Traceback]]]) -> None:
+        for worker, what in which():
+            self._show_stderr(worker, what)
+
+    def _show_stderr(self, worker: int, what: bytes | Traceback) -> None:
+        if isinstance(what, bytes):
+            self._show_bytes(worker, "stderr", what)
+            return
+        self._in_view.add(what)
+        lines = self._new_lines("stderr", self._prefix_of(what.name, what.rank, "stderr"))
+        self._write("stderr", lines.feed(what.text) + lines.finish())
 
     def _show_unfinished(self, whose: tuple[int, Stream]) -> None:
         del self._quiet_at[whose]
@@ -267,6 +304,8 @@ class Screen:
     def _finish(self, worker: int) -> None:
         self._keep(lambda files: files.finish(worker))
         self._log(lambda log: log.finish(worker, self._rank_now(worker)))
+        for part in self._tracebacks.end(worker):
+            self._show_stderr(worker, part)
         for stream in self._fds:
             self._quiet_at.pop((worker, stream), None)
             self._unfinished.pop((worker, stream), None)
@@ -277,6 +316,9 @@ class Screen:
     def _say(self, text: str) -> None:
         # The terminal may show a ^C there, or still have the colour of a worker's output.
         self._log(lambda log: log.event("say", text=text))
+        self._show_those(lambda: self._tracebacks.quoted(lambda written: quotes(text, written)))
+        if self._on_terminal["stderr"]:
+            text = self._in_view.without_quote(text, terminal_size(self._fds["stderr"])[1])
         over = _UNCOLOURED + ERASE if self._in_place["stderr"] else b""
         text = visible(text) if self._on_terminal["stderr"] else text
         self._write("stderr", over + f"hvdlite-run: {text}\n".encode(errors="surrogateescape"))
@@ -287,9 +329,12 @@ class Screen:
     def _prefix(self, worker: int, stream: Stream) -> bytes:
         rank = self._rank_now(worker)
         name = f"worker {worker}" if rank is None else str(rank)
+        return self._prefix_of(name, worker if rank is None else rank, stream)
+
+    def _prefix_of(self, name: str, number: int, stream: Stream) -> bytes:
         prefix = f"[{name}]<{stream}>:"
         if self._in_place[stream] and self._coloured:
-            prefix = f"\x1b[{31 + (worker if rank is None else rank) % 6}m{prefix}\x1b[0m"
+            prefix = f"\x1b[{31 + number % 6}m{prefix}\x1b[0m"
         return prefix.encode()
 
     def _set_status(self, lines: Sequence[str]) -> None:
@@ -304,6 +349,8 @@ class Screen:
         """Writes whole lines, above the footer."""
         if self._open is not None and (text or (source is not None and source.bar and source.in_place)):
             text = self._after_open(stream, text, source)
+        if text and self._on_terminal[stream]:
+            self._in_view.pass_lines(text, terminal_size(self._fds[stream])[0])
         if text and (footer := self._footers.get(stream)):
             footer.write(text)
         elif text:

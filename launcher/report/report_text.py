@@ -92,21 +92,22 @@ def name_all(facts: Sequence[RankFacts]) -> str:
     ranks = sorted(each.rank for each in facts if each.rank is not None)
     others = sorted(each.worker for each in facts if each.rank is None)
     named = [
-        f"{kind}{'s' if len(numbers) > 1 else ''} {_ranges(numbers)}"
+        f"{kind}{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
         for kind, numbers in (("rank", ranks), ("worker", others))
         if numbers
     ]
     return " and ".join(named)
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int], comma: str = ", ") -> str:
+    """Returns ascending numbers with ranges, as in ``0-3, 5``."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][1] + 1:
             found[-1][1] = number
         else:
             found.append([number, number])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in found)
+    return comma.join(f"{first}" if first == last else f"{first}-{last}" for first, last in found)
 
 
 def _cause_lines(cause: Cause) -> list[str]:

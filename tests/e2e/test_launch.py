@@ -41,6 +41,31 @@ def test_the_exit_code_is_that_of_the_first_failure_and_its_traceback_comes_last
     assert traceback[-1].endswith("Wrong: on purpose")
 
 
+def test_a_traceback_of_several_ranks_is_shown_once_and_in_the_file_of_each(launch, tmp_path):
+    program = (
+        "import os, time\n"
+        "open(f'ready {os.environ[\"HVDLITE_RANK\"]}', 'w').close()\n"
+        "while not os.path.exists('end'): time.sleep(0.02)\n"
+        "raise ValueError('on purpose')"
+    )
+    (tmp_path / "train.py").write_text(program)
+    job = launch("-np", "3", "--output-filename", "out", sys.executable, "train.py", cwd=tmp_path)
+    wait_until(lambda: all((tmp_path / f"ready {rank}").exists() for rank in range(3)))
+    agent, launcher = job.agent(), psutil.Process(job.process.pid)
+    launcher.suspend()  # the launcher gets all tracebacks at once
+    (tmp_path / "end").touch()
+    wait_until(lambda: not agent.children())
+    launcher.resume()
+    code, _, err = job.ended()
+    before, _, message = err.decode().partition("hvdlite-run: ")
+    files = [(tmp_path / "out" / f"rank.{rank}" / "stderr").read_text() for rank in range(3)]
+    assert code == 1
+    assert before == "".join(f"[0-2]<stderr>:{line}\n" for line in files[0].splitlines())
+    assert files == [files[0]] * 3
+    assert message.partition("\n")[2] == "".join(f"    {line}\n" for line in files[0].splitlines())
+    job.assert_gone()
+
+
 @pytest.mark.parametrize("stream", ["stderr", "stdout"])
 def test_of_ranks_that_end_alike_the_one_that_said_why_is_quoted_and_not_the_first_to_end(launch, stream, tmp_path):
     program = (
