@@ -355,7 +355,8 @@ class AveragingOptimizer(HorovodsAttributes):
         optimizers ignore. It differs by rank: see `consolidate_state_dict`. Waits for outer gradients that are being
         averaged.
         """
-        parts = {_EXCHANGE: self._reducer.exchange_state.state_dict(), _OUTER: self._reducer.outer_state()}
+        exchange_state = self._reducer.exchange_state.state_dict(self._gone())
+        parts = {_EXCHANGE: exchange_state, _OUTER: self._reducer.outer_state()}
         state = super().state_dict()
         kept: dict[str, Any] = {owner: part for owner, part in parts.items() if part}
         if _EXCHANGE in kept and (scale := self._reducer.exchange_state.scale) is not None:
@@ -447,13 +448,16 @@ class AveragingOptimizer(HorovodsAttributes):
         if self._is_followed(members):
             return
         self._follow_groups()
-        present = {id(param) for param in chain.from_iterable(members)}
-        gone = {name for name, param in self._named if id(param) not in present}
-        if gone:
+        if gone := self._gone():
             self._reducer.drop_params(gone)
             self._named = [(name, param) for name, param in self._named if name not in gone]
             self._named_groups = [[name for name in group if name not in gone] for group in self._named_groups]
         self._followed = members
+
+    def _gone(self) -> set[str]:
+        """Returns the names of averaged parameters that are no longer in the groups, until the end of the step."""
+        present = {id(param) for param in chain.from_iterable(self._members())}
+        return {name for name, param in self._named if id(param) not in present}
 
     def _is_followed(self, members: list[list[Tensor]]) -> bool:
         return list(map(len, members)) == list(map(len, self._followed)) and all(

@@ -134,14 +134,20 @@ class BetweenHosts(Exchange):
         means = {name: {MEAN: kept} for name, kept in self._residuals.means(plans, links.all).items()}
         return self._state(means, _numels_of(plans)) if means else {}
 
+    def without(self, state: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+        """Returns a state without what was not sent of the gradients of these parameters."""
+        left = {
+            key: {name: value for name, value in of_all.items() if name not in names}
+            for key, of_all in state.items()
+            if key in _BY_NAME
+        }
+        return {**state, **left} if any(left.values()) else {}
+
     def forget(self, names: Collection[str]) -> None:
         """Drops what was not sent of the gradients of these parameters."""
-        state = self.state_dict()
-        for of_all in (state[key] for key in _BY_NAME if key in state):
-            for name in names:
-                of_all.pop(name, None)
+        left = self.without(self.state_dict(), names)
         self._plans.clear()
-        self.load_state_dict(state)
+        self.load_state_dict(left)
 
     # -- a step that may be taken back
 

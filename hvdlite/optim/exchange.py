@@ -282,6 +282,10 @@ class Exchange(ABC):
         It is called between two steps, if a class overrides it.
         """
 
+    def without(self, state: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+        """Returns a dict that `state_dict` returned, without what it has of these parameters."""
+        return state
+
     def forget(self, names: Collection[str]) -> None:  # noqa: B027 - most keep none
         """Drops what is kept for these parameters, which the optimizer no longer has. Called between two steps."""
 

@@ -61,12 +61,16 @@ class ExchangeState:
             self._exchange.rescale(factor)
         self.reference = reference
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint: this rank's, or after `consolidate` that of all ranks."""
-        if self._consolidated:
-            return self._consolidated
-        self._rescale()
-        return self._exchange.state_dict()
+    def state_dict(self, gone: Collection[str] = ()) -> dict[str, Any]:
+        """Returns the state for a checkpoint: this rank's, or after `consolidate` that of all ranks.
+
+        It has nothing of parameters that are ``gone`` from the optimizer: it will be loaded where they never were.
+        """
+        state = self._consolidated
+        if not state:
+            self._rescale()
+            state = self._exchange.state_dict()
+        return self._exchange.without(state, gone) if gone else state
 
     @property
     def scale(self) -> float | None:

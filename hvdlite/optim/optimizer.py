@@ -211,17 +211,18 @@ class DistributedOptimizer(AveragingOptimizer):
                 "a DistributedOptimizer with a process_set of its own cannot be pickled: pickle state_dict()"
             )
         self._follow_groups()
+        gone = self._gone()
         place_of = {param: place for place, param in enumerate(self._params())}
         return {
             "optimizer": self._optimizer,
             "named_places": [(name, place_of[param]) for name, param in self._named if param in place_of],
-            "groups": self._named_groups,
+            "groups": [[name for name in group if name not in gone] for group in self._named_groups],
             "settings": self._reducer.settings,
             "compression": self._given_compression,
             "backward_passes_per_step": self._reducer.backward_passes_per_step,
             # False once autotune has run: the chosen cap is in the settings.
             "autotune": self._reducer.is_to_be_tuned,
-            "exchange_state": self._reducer.exchange_state.state_dict(),
+            "exchange_state": self._reducer.exchange_state.state_dict(gone),
             "loss_scale": self._reducer.exchange_state.scale,
             "weight_reference": self._reducer.exchange_state.reference,
             "outer_state": self._reducer.outer_state(),

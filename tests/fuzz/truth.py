@@ -315,6 +315,9 @@ class Truth:
                 # A parameter is copied without its gradient.
                 self.grads[rank].update(dict.fromkeys(self._names[action.of]))
             self._averaged[action.of], self._weight[action.of] = False, None
+            # A copy has what is in the groups from its beginning.
+            self._unheard[action.of].clear()
+            self._is_changed[action.of] = False
 
     # -- steps
 

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from equal_states import assert_same
 from fake_hosts import on
 from ranks import counting, run_ranks, set_of
 from torch import Tensor, nn
+from worlds import run_worlds
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
@@ -271,6 +273,53 @@ def test_a_changed_optimizer_can_be_copied_and_pickled():
     again = pickle.loads(pickle.dumps(copied))
     for each in (copied, again):
         assert [tuple(param.shape) for param in params_of(each)] == [(5,), (3,), (4,)]
+
+
+@pytest.mark.parametrize("codec", [hvd.Compression.int4, hvd.Compression.topk(0.5), hvd.Compression.powersgd(1, 1)])
+@pytest.mark.parametrize("groups", [None, 1])
+def test_copies_and_states_have_nothing_of_a_parameter_that_has_just_left(codec, groups):
+    def rank(own: int) -> None:
+        params = [nn.Parameter(torch.zeros(6, 6)) for _ in range(2)]
+        inner = torch.optim.SGD(params, lr=1.0)
+        named = [(f"p{number}", param) for number, param in enumerate(params)]
+        optimizer = hvd.DistributedOptimizer(inner, named, compression=codec, groups=groups)
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn(6, 6, generator=torch.Generator().manual_seed(own))
+            optimizer.step()
+        before = optimizer.state_dict()["hvdlite"]["exchange"]
+        inner.param_groups[0]["params"][0] = new(5)
+        inner.state.pop(params[0], None)
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        copied = copy.deepcopy(optimizer)
+        again = pickle.loads(pickle.dumps(optimizer))
+        for found in (state, copied.state_dict(), again.state_dict()):
+            kept = found["hvdlite"]["exchange"]
+            assert set(kept["residuals"]) == {"p1"}
+            assert all("p0" not in kept[key] for key in kept)
+            assert_same(kept["residuals"]["p1"], before["residuals"]["p1"])
+        copied.close()
+        again.close()
+
+    run_worlds(2, rank)
+
+
+def test_a_parameter_that_comes_back_within_a_step_has_its_residual():
+    def rank(own: int) -> None:
+        param = nn.Parameter(torch.zeros(40))
+        inner = torch.optim.SGD([param], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(inner, [("p0", param)], compression=hvd.Compression.int4)
+        param.grad = torch.randn(40, generator=torch.Generator().manual_seed(own))
+        optimizer.step()
+        before = optimizer.state_dict()
+        (left,) = inner.param_groups[0]["params"]
+        inner.param_groups[0]["params"] = []
+        assert "hvdlite" not in optimizer.state_dict()
+        inner.param_groups[0]["params"] = [left]
+        assert_same(optimizer.state_dict(), before)
+
+    run_worlds(2, rank)
 
 
 def test_other_parameters_on_the_ranks_are_an_error_that_names_the_cause():
