@@ -26,6 +26,8 @@ import hvdlite as hvd
 
 # With pytest-xdist, all tests of such a file run one after the other in one process.
 ONE_AFTER_THE_OTHER = {
+    "tests/compression/test_codec_kernels.py",  # each process compiles the kernels that its tests run
+    "tests/compression/test_kernels.py",
     "tests/e2e/test_faults.py",  # each test runs several jobs at once, and all must be gone within seconds
     "tests/e2e/test_other_launchers.py",  # it starts Slurm's daemons and their network once
     "tests/integrations/test_lightning.py",  # as the next

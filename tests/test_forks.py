@@ -117,7 +117,7 @@ def test_backward_in_a_child_calls_no_hook_whatever_the_optimizer_does_with_grad
                 optimizer.step()
             return gradients(model)
 
-        for _ in range(4):
+        for _ in range(2):
             optimizer.zero_grad()
             for _ in range(options.get("backward_passes_per_step", 1)):
                 backward(model, own + 1.0)

@@ -241,7 +241,6 @@ def read_table(lines: list[str]) -> tuple[dict[tuple[int, int], list[float]], li
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", chosen([None, 2, 3], few=[2]))
-@pytest.mark.smoke
 def test_five_ways_agree(ranks: int | None) -> None:
     done = run("five_ways.py", "--epochs", 2, "--batch-size", 48, "--lr", 0.1, "--seed", 3, ranks=ranks)
     require_clean(done)

@@ -36,6 +36,7 @@ SEEDS = trials(38, 1250)
 START = int(time.time()) // 86400 * 100_000 if IS_LONG else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leg", LEGS)
 def test_ranks_train_as_one_process_does_or_say_why_not(leg):
     result = run(LEGS[leg], range(START, START + SEEDS))

@@ -234,6 +234,7 @@ def require_sound(tallies: Sequence[Tally], at_least: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_tensors_of_every_kind_travel_or_are_refused_in_one_sentence():
     require_sound(run_worlds(2, calls_with_all_kinds), at_least=3000)
 
@@ -389,6 +390,7 @@ def calls_with_all_arguments(rank: int) -> Tally:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_arguments_of_every_kind_are_taken_or_refused_in_one_sentence():
     require_sound(run_worlds(2, calls_with_all_arguments), at_least=2785)
 

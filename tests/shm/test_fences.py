@@ -91,6 +91,7 @@ def test_who_sees_a_counter_sees_what_was_written_before_it(tmp_path: Path) -> N
     assert between_two_processes(tmp_path, play) == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("load")
 def test_of_two_ranks_that_write_at_once_and_then_look_at_least_one_sees_the_other(tmp_path: Path) -> None:
     """Store buffering: no sleeping rank may be overlooked. It needs a full fence, on x86 too."""

@@ -9,7 +9,7 @@ import sys
 # Each case runs in a copy of a process that has imported torch once.
 CASES = """
 import atexit, os, sys
-import torch, torch.distributed as dist
+import torch, torch._dynamo, torch.distributed as dist
 from torch.distributed import rpc
 from hvdlite_launcher.host.training_notes import note_at_exit
 
