@@ -373,17 +373,17 @@ held: list[socket.socket] = []
 
 
 def test_ranks_find_together_while_strangers_come_all_the_time(monkeypatch):
-    listen = connect._listen
+    listen = socket.create_server
     stop = threading.Event()
     strangers: list[threading.Thread] = []
 
-    def beset_listener(group, nodes):
-        listener = listen(group, nodes)
+    def beset_listener(*address, **options):
+        listener = listen(*address, **options)
         strangers.append(threading.Thread(target=beset, args=(listener.getsockname(), stop), daemon=True))
         strangers[0].start()
         return listener
 
-    monkeypatch.setattr(connect, "_listen", beset_listener)
+    monkeypatch.setattr(socket, "create_server", beset_listener)
     try:
         assert run_worlds(3, hvd.allgather_object) == [[0, 1, 2]] * 3
     finally:

@@ -42,7 +42,8 @@ def done(monkeypatch):
     # The package has the function `run` in the place of its module.
     module = sys.modules["hvdlite.elastic.run"]
     monkeypatch.setattr(module, "enter_again", lambda: done.append("enter"))
-    monkeypatch.setattr(module, "_must_sync", lambda needs_sync: needs_sync)
+    monkeypatch.setattr(module, "allreduce", lambda own, **_: own)
+    monkeypatch.setattr(module, "has_state", lambda: True)
     monkeypatch.setattr(module, "note_state", lambda: None)
     monkeypatch.setattr(module, "listening", lambda state: contextlib.nullcontext())
     in_world(monkeypatch, Seat(generation=2, rank=0, size=2, newcomers=0))
@@ -50,7 +51,8 @@ def done(monkeypatch):
 
 
 def in_world(monkeypatch, seat, survival=None, *, stands_by=False):
-    world = SimpleNamespace(seat=seat, topology=SimpleNamespace(size=2), survival=survival, stands_by=stands_by)
+    topology = SimpleNamespace(rank=0, size=2)
+    world = SimpleNamespace(seat=seat, topology=topology, survival=survival, stands_by=stands_by)
     monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "current_world", lambda: world)
     monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "is_initialized", lambda: True)
 
@@ -190,7 +192,7 @@ def test_a_commit_in_between_is_progress(done):
 
 def test_other_ranks_than_those_that_failed_try_again(done, monkeypatch):
     newcomers = iter([0, 0, 1, 0])
-    world = SimpleNamespace(seat=None, topology=SimpleNamespace(size=2), survival=None, stands_by=False)
+    world = SimpleNamespace(seat=None, topology=SimpleNamespace(rank=0, size=2), survival=None, stands_by=False)
 
     def seat_taken():
         done.append("enter")
@@ -282,10 +284,7 @@ def test_a_rank_0_that_has_not_got_the_state_ends_and_the_others_try_again_witho
 
 
 def test_a_worker_without_the_state_of_the_training_raises_that_at_once(done, monkeypatch):
-    def lost(_):
-        raise StateLostError("no rank is left")
-
-    monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "_must_sync", lost)
+    monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "has_state", lambda: False)
     with pytest.raises(StateLostError):
         trained(done)
     assert done == []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
+import socket
+from pathlib import Path
 
 import pytest
 
@@ -21,11 +22,12 @@ def test_an_interface_that_is_not_there_has_no_address():
 
 
 def test_an_address_that_only_its_own_link_knows_is_none_for_others(monkeypatch):
-    monkeypatch.setattr(host_address, "_interfaces_v4", list)
-    own = [("eth0", ipaddress.IPv6Address("fe80::1")), ("eth0", ipaddress.IPv6Address("fd00::1"))]
-    monkeypatch.setattr(host_address, "_interfaces_v6", lambda: own)
+    monkeypatch.setattr(socket, "if_nameindex", list)
+    # Lines of /proc/net/if_inet6: fe80::1 and fd00::1.
+    lines = [f"{begin}00000000000000000000000000{'01'} 02 40 20 80     eth0\n" for begin in ("fe80", "fd00")]
+    monkeypatch.setattr(Path, "read_text", lambda path: "".join(lines))
     assert address_of("eth0") == "fd00::1"
-    monkeypatch.setattr(host_address, "_interfaces_v6", lambda: own[:1])
+    lines.pop()
     assert address_of("eth0") is None
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from worlds import instead_of_the_world
 
 import hvdlite as hvd
 from hvdlite.rendezvous.seat import Seat
@@ -124,14 +125,14 @@ def test_a_program_that_ends_waits_for_what_the_garbage_collector_has_found_to_b
 
 
 @pytest.mark.parametrize("generation", [2, 3])
-def test_only_the_waits_of_the_generation_that_has_ended_are_ended(monkeypatch, generation):
+def test_only_the_waits_of_the_generation_that_has_ended_are_ended(generation):
     """A thread that listened for the end of generation 2 may have been held up until generation 3 has begun."""
     controller, group, of_set, connecting = Mock(), Mock(), Mock(), Mock()
     sets = SimpleNamespace(groups=lambda: [of_set])
     seat = Seat(3, 0, 2, 0)
-    own = SimpleNamespace(seat=seat, controller=controller, group=group, sets=sets, connecting=connecting)
-    monkeypatch.setattr(world, "_world", own)
-    world.revoke(generation, "worker 1 was killed")
+    own = Mock(seat=seat, controller=controller, group=group, sets=sets, connecting=connecting)
+    with instead_of_the_world(own):
+        world.revoke(generation, "worker 1 was killed")
     for each in (controller, group, of_set):
         assert each.revoke.mock_calls == ([call("worker 1 was killed")] if generation == 3 else [])
     assert connecting.give_up_begun.called == (generation == 3)

@@ -7,6 +7,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
+from hvdlite_launcher.agents import agent_group
 from hvdlite_launcher.agents.agent_group import Agents
 from hvdlite_launcher.errors import LauncherError
 
@@ -17,18 +18,17 @@ def test_a_host_that_is_left_before_it_could_be_connected_to_is_not_connected_to
     is_looking, is_left = threading.Event(), threading.Event()
     added = []
 
-    def look_up(agents, hosts):
+    def look_up(host, timeout_s):
         is_looking.set()
         assert is_left.wait(60)
         if fails:
             raise LauncherError("no such host")
-        return [["ssh", "far"]]
+        return ["ssh", "far"]
 
-    monkeypatch.setattr(Agents, "_argvs", look_up)
-    monkeypatch.setattr(Agents, "_add", lambda agents, host, argv, **_: added.append(host))
-    monkeypatch.setattr(Agents, "_greet", lambda agents, agent: None)
+    monkeypatch.setattr(agent_group, "RemoteAgent", lambda host, *_, **__: added.append(host))
     events = SimpleQueue()
-    agents = Agents(SimpleNamespace(hosts=()), events)
+    job = SimpleNamespace(hosts=(), ssh=SimpleNamespace(agent_argv=look_up), start_timeout_s=60)
+    agents = Agents(job, events)
     agents.connect_later("far", 1)
     assert is_looking.wait(60)
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "connect far"]

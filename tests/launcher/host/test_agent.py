@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
+import sys
 
 import pytest
-from hvdlite_launcher.host import start_workers
 from hvdlite_launcher.host.agent import Agent
-from hvdlite_launcher.host.start_workers import CannotStartError, Worker
+from hvdlite_launcher.host.start_workers import Worker
 from hvdlite_launcher.system import process_tree
 from hvdlite_launcher.wire.messages import Exited, InitDone, PeakMemory, Refused, StartJob
 from pidfds import has_pidfds_of_threads
@@ -111,15 +112,14 @@ def test_a_worker_that_cannot_be_started_is_named(start, tmp_path):
 
 
 def test_a_host_whose_horovod_is_gone_keeps_its_workers_though_it_can_have_no_more(start, monkeypatch):
-    def gone():
-        raise CannotStartError(Refused("--horovod: no horovod module", 1))
-
-    monkeypatch.setattr(start_workers, "_directory_of_horovod", gone)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     agent, sent = start(as_horovod=True)
     agent._forked_workers.is_ready = True
     agent._start_fork_server_soon()
     agent._start({7: {}})
-    assert sent == [Refused("--horovod: no horovod module", 1, worker=7)]
+    (refused,) = sent
+    assert (refused.exit_code, refused.worker) == (1, 7)
+    assert refused.why.startswith(f"--horovod: {sys.executable} has no hvdlite with a horovod module")
 
 
 def test_a_worker_whose_process_cannot_set_itself_up_is_refused(start, monkeypatch):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import selectors
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
-from hvdlite_launcher.host import killed_workers
 from hvdlite_launcher.host.killed_workers import KilledWorkers, killed_by
 from no_files import no_files_left
 from pidfds import has_pidfds_of_threads
@@ -145,7 +146,7 @@ def test_a_process_is_killed_only_when_no_thread_goes_on():
 
 
 def test_without_pidfds_of_threads_nothing_is_watched(monkeypatch):
-    monkeypatch.setattr(killed_workers, "_opener", lambda: lambda thread: -1)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(syscall=lambda *_: -1))
     with selectors.DefaultSelector() as selector:
         workers = KilledWorkers(selector, lambda *_: pytest.fail("nothing is watched"), time.monotonic)
         workers.watch(os.getpid())
@@ -158,6 +159,6 @@ def test_nothing_is_known_of_a_process_while_this_one_can_open_no_more_files(mon
     with no_files_left():
         assert killed_by(os.getpid()) is None
     # As if the last file had gone after the threads were listed.
-    monkeypatch.setattr(killed_workers, "_threads_of", lambda pid: [pid])
+    monkeypatch.setattr(os, "listdir", lambda _: [str(os.getpid())])
     with no_files_left():
         assert killed_by(os.getpid()) is None

@@ -50,7 +50,16 @@ class Launches:
 
 
 @pytest.fixture
-def run(monkeypatch):
+def _own_input():
+    """Gives standard input back that `run_attempts` has closed."""
+    kept = os.dup(0)
+    yield
+    os.dup2(kept, 0)
+    os.close(kept)
+
+
+@pytest.fixture
+def run(monkeypatch, _own_input):
     """Runs a job of which `launch` ends as is said; returns the outcome and what was launched."""
 
     def run(job: JobSpec, *endings: Outcome | UnreachableError) -> tuple[Outcome, Launches]:
@@ -58,7 +67,6 @@ def run(monkeypatch):
         monkeypatch.setattr(attempts, "launch", launches)
         return attempts.run_attempts(job), launches
 
-    monkeypatch.setattr(attempts, "_close_standard_input", lambda: None)
     return run
 
 
@@ -146,10 +154,10 @@ def test_a_host_that_cannot_be_reached_at_first_is_an_error(run):
         run(JOB, UnreachableError("b: no answer", ["b"]))
 
 
+@pytest.mark.usefixtures("_own_input")
 def test_each_attempt_has_a_store_of_its_own(monkeypatch):
     launches, made = Launches(FAILED, WELL), []
     monkeypatch.setattr(attempts, "launch", launches)
-    monkeypatch.setattr(attempts, "_close_standard_input", lambda: None)
 
     def new_store() -> Store:
         made.append(Store())
@@ -160,15 +168,10 @@ def test_each_attempt_has_a_store_of_its_own(monkeypatch):
     assert len({id(store) for store in made}) == 2
 
 
-def test_standard_input_is_the_first_attempts(tmp_path):
-    kept = os.dup(0)
-    try:
-        with (tmp_path / "input").open("w+") as file:
-            file.write("typed")
-            file.seek(0)
-            os.dup2(file.fileno(), 0)
-            attempts._close_standard_input()
-            assert os.read(0, 10) == b""
-    finally:
-        os.dup2(kept, 0)
-        os.close(kept)
+def test_standard_input_is_the_first_attempts(run, tmp_path):
+    with (tmp_path / "input").open("w+") as file:
+        file.write("typed")
+        file.seek(0)
+        os.dup2(file.fileno(), 0)
+        run(JOB, FAILED, WELL)
+        assert os.read(0, 10) == b""

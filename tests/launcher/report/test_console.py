@@ -147,29 +147,20 @@ def test_another_users_connection_gets_no_thread(monkeypatch):
     assert (served, users) == ([1], [])
 
 
-class RunsOut:
-    """A listening socket of which the process can accept nothing at first, since it has too many open files."""
-
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
-        self.failures = 3
-
-    def accept(self):
-        if self.failures:
-            self.failures -= 1
-            raise OSError(errno.EMFILE, "Too many open files")
-        return self._listener.accept()
-
-    def __getattr__(self, name: str):
-        return getattr(self._listener, name)
-
-
 def test_a_launcher_that_could_open_no_file_for_a_moment_answers_afterwards(monkeypatch):
     monkeypatch.setattr(console, "_LACKS_PAUSE_S", 0.0)
-    run = Console._run
-    monkeypatch.setattr(Console, "_run", lambda self, listener: run(self, RunsOut(listener)))
+    failures = [errno.EMFILE] * 3
+
+    class RunsOut(socket.socket):
+        def accept(self):
+            if failures:
+                raise OSError(failures.pop(), "Too many open files")
+            return super().accept()
+
+    monkeypatch.setattr(console.socket, "socket", RunsOut)
     with Console(lambda asked: asked.answer("text", {}), about):
         assert ask_for_report(OWN) == ("text", {})
+    assert not failures
 
 
 def test_a_launcher_that_can_start_no_thread_closes_the_connection_and_answers_the_next(monkeypatch):
@@ -191,17 +182,18 @@ def test_a_launcher_that_can_start_no_thread_closes_the_connection_and_answers_t
 
 def test_who_asks_a_launcher_with_too_many_questions_tries_again(monkeypatch):
     full = [BlockingIOError(), BlockingIOError()]
-    address = console._address
 
-    def address_later(pid: int) -> str:
-        if full:
-            raise full.pop()
-        return address(pid)
+    class TakesLater(socket.socket):
+        def connect(self, address):
+            if full:
+                raise full.pop()
+            super().connect(address)
 
     monkeypatch.setattr(console, "_TRIES_EACH_S", 0.0)
     with Console(lambda asked: asked.answer("text", {}), about):
-        monkeypatch.setattr(console, "_address", address_later)
+        monkeypatch.setattr(console.socket, "socket", TakesLater)
         assert ask_for_report(OWN) == ("text", {})
+    assert not full
 
 
 def test_a_job_in_another_network_namespace_is_said_to_be_there(monkeypatch):

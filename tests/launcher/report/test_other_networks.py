@@ -29,20 +29,19 @@ def test_a_launcher_is_known_by_its_command(words, is_one):
     assert other_networks._is_launcher([word.encode() for word in words]) is is_one
 
 
-def test_only_those_in_other_namespaces_that_can_be_looked_at_are_elsewhere(monkeypatch):
-    networks = {"self": "net:[1]", 5: "net:[1]", 6: "net:[2]", 7: None}
-    monkeypatch.setattr(other_networks, "network_of", networks.get)
-    monkeypatch.setattr(other_networks, "_launchers", lambda: iter([5, 6, 7]))
-    assert elsewhere() == [6]
+def test_those_elsewhere_are_advised_to_be_asked_there():
     assert (advice([]), "nsenter --net=/proc/6/ns/net" in advice([6])) == ("", True)
 
 
-def test_a_launcher_of_this_namespace_is_found_and_is_not_elsewhere(tmp_path):
+def test_only_launchers_in_other_namespaces_that_can_be_looked_at_are_elsewhere(tmp_path, monkeypatch):
     program = tmp_path / "hvdlite-run"
     program.write_text(WAITS)
     with subprocess.Popen([sys.executable, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         # Before a process has begun its program, its command is empty.
         process.stdout.readline()
-        assert process.pid in other_networks._launchers()
         assert process.pid not in elsewhere()
         assert other_networks.network_of(process.pid) == os.readlink("/proc/self/ns/net")
+        for network, found in (("net:[2]", [process.pid]), ("net:[1]", []), (None, [])):
+            networks = {"self": "net:[1]", process.pid: network}
+            monkeypatch.setattr(other_networks, "network_of", networks.get)
+            assert elsewhere() == found

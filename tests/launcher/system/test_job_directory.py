@@ -145,10 +145,10 @@ def test_one_that_is_cleared_away_while_it_is_made_is_made_again(path, tmp_path,
 
 
 def test_what_cannot_be_made_whole_is_not_left(path, monkeypatch):
-    def no_room(held):
+    def no_room():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(job_directory, "_write_note", no_room)
+    monkeypatch.setattr(job_directory, "boot_id", no_room)
     with pytest.raises(OSError, match="No space left"):
         job_directory.make(path)
     assert not os.path.exists(path)
