@@ -11,6 +11,7 @@ import torch
 from models import Branches, Plain, batches, build, sgd, train_rank
 from ranks import ENGINES, attempt_ranks, run_ranks, set_of
 from torch import Tensor, nn
+from training import wrap_numbered
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
@@ -89,15 +90,10 @@ class SeesEach(HorovodCompression.none):
         return "SeesEach"
 
 
-def wrap(where: Any, params: list[nn.Parameter], compression: Any, **options: Any) -> hvd.DistributedOptimizer:
-    named = [(f"p{number}", param) for number, param in enumerate(params)]
-    return hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), named, compression, process_set=where, **options)
-
-
 def average(where: Any, values: list[Tensor], compression: Any, **options: Any) -> list[Tensor]:
     """Returns the averages that the optimizer computes of this rank's gradients ``values``, in two steps."""
     params = [nn.Parameter(torch.zeros_like(value)) for value in values]
-    optimizer = wrap(where, params, compression, **options)
+    optimizer = wrap_numbered(where, params, compression, **options)
     for _ in range(2):
         optimizer.zero_grad()
         torch.autograd.backward(params, values)
@@ -381,7 +377,7 @@ def test_a_step_on_arrival_has_the_ordinary_steps_bits():
 def test_who_sits_out_gives_nothing_though_its_wire_would_be_no_number(compression, average_over):
     def rank(number: int) -> list[float]:
         param = nn.Parameter(torch.zeros(3))
-        optimizer = wrap(hvd.global_process_set, [param], Int8OfHvdlite() if compression is not Int8 else Int8)
+        optimizer = wrap_numbered(hvd.global_process_set, [param], Int8OfHvdlite() if compression is not Int8 else Int8)
         seen = []
         for _ in range(2 if number == 0 else 0):
             optimizer.zero_grad()
@@ -487,7 +483,7 @@ def use(kind: str, compression: Any) -> Any:
         return hvd.reducescatter(torch.ones(3), name="loss", compression=compression)
     options = {"op": hvd.Adasum} if kind == "adasum" else {"bucket_cap_mb": 1e-6}
     params = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
-    optimizer = wrap(hvd.global_process_set, params, compression, **options)
+    optimizer = wrap_numbered(hvd.global_process_set, params, compression, **options)
     try:
         sum(param.sum() for param in params).backward()
         return optimizer.step()
@@ -571,7 +567,7 @@ def test_training_goes_on_after_an_error_that_the_program_takes(length, when, en
 
         compression = Faulty(lambda t: (fault(t), None)) if when == "compress" else Faulty(None, fault)
         params = [nn.Parameter(torch.zeros(each)) for each in (1, 2, 3)]
-        optimizer = wrap(hvd.global_process_set, params, compression, bucket_cap_mb=1e-6)
+        optimizer = wrap_numbered(hvd.global_process_set, params, compression, bucket_cap_mb=1e-6)
         for step in range(3):
             optimizer.zero_grad()
             sum((param * (number + 1.0)).sum() for param in params).backward()
@@ -588,12 +584,12 @@ def test_training_goes_on_after_an_error_that_the_program_takes(length, when, en
 def test_autotune_measures_with_it_or_says_what_is_wrong_with_it():
     def rank(group: Group) -> None:
         params = [nn.Parameter(torch.zeros(3))]
-        optimizer = wrap(set_of(group), params, Int8OfHvdlite(), autotune=True)
+        optimizer = wrap_numbered(set_of(group), params, Int8OfHvdlite(), autotune=True)
         optimizer.step()
         optimizer.close()
         fault = Faulty(None, raising) if group.rank else Faulty()
         with pytest.raises((ValueError, hvd.CommunicationError), match=r"rank 1|ZeroDivisionError"):
-            wrap(set_of(group), params, fault, autotune=True).step()
+            wrap_numbered(set_of(group), params, fault, autotune=True).step()
 
     run_ranks(2, rank)
 
@@ -605,7 +601,7 @@ def test_a_rank_that_waits_elsewhere_between_backward_and_step_is_waited_for():
     def rank(group: Group) -> Tensor:
         used = nn.Parameter(torch.zeros(3))
         unused = nn.Parameter(torch.zeros(3))
-        optimizer = wrap(set_of(group), [used, unused], Int8, bucket_cap_mb=1e-6)
+        optimizer = wrap_numbered(set_of(group), [used, unused], Int8, bucket_cap_mb=1e-6)
         (used.sum() if group.rank else used.sum() + unused.sum()).backward()
         met.wait(60)
         optimizer.step()

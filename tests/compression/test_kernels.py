@@ -12,7 +12,8 @@ import torch
 from cuda_on_cpu import CpuProgram
 from models import Plain, batches, build, part_loss
 from ptx import ptx_of
-from ranks import run_ranks, set_of
+from ranks import run_ranks
+from training import wrap
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
@@ -137,11 +138,8 @@ def test_scaled_on_the_way_to_the_wire_or_before_gradients_have_the_same_bits(mo
         ends = []
         for predivide, set_to_none in itertools.product((1.0, 3.0), (True, False)):
             model = copy.deepcopy(start)
-            optimizer = hvd.DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=0.1),
-                compression=hvd.Compression.fp16,
-                gradient_predivide_factor=predivide,
-                process_set=set_of(group),
+            optimizer = wrap(
+                group, model.parameters(), lr=0.1, compression=hvd.Compression.fp16, gradient_predivide_factor=predivide
             )
             for step in range(2):
                 optimizer.zero_grad(set_to_none)

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from horovod_names import NOT_THERE, TORCH
+from training import take_steps
 from worlds import run_worlds
 
 import hvdlite
@@ -115,10 +116,7 @@ def trained(compression, size: int = 2) -> torch.Tensor:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression)
         data = torch.arange(12.0).view(2, 6).sin() * (rank + 1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(data).square().mean().backward()
-            optimizer.step()
+        take_steps(optimizer, lambda _: model(data).square().mean(), range(3))
         return model.weight.detach().clone()
 
     weights = run_worlds(size, train)

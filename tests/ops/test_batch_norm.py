@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from training import take_steps
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
@@ -301,10 +302,7 @@ def test_a_converted_network_trains_as_one_process_on_the_whole_batch():
     x = torch.randn(3, 8, 2, 4, 4)
 
     def train(net: nn.Module, optimizer: torch.optim.Optimizer, batches: Tensor) -> dict[str, Tensor]:
-        for batch in batches:
-            optimizer.zero_grad()
-            net(batch).pow(3).mean().backward()
-            optimizer.step()
+        take_steps(optimizer, lambda batch: net(batch).pow(3).mean(), batches)
         return net.state_dict()
 
     whole = copy.deepcopy(first)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from models import Branches, MixedTypes, assert_same_training, batches, build, sgd, train_alone, train_rank
-from ranks import CountingEngine, attempt_ranks, counting, run_ranks, set_of
+from ranks import CountingEngine, attempt_ranks, counting, run_ranks
 from torch import nn
+from training import take_steps, wrap
 from worlds import PLAIN, run_generations, run_worlds
 
 import hvdlite as hvd
@@ -77,10 +78,6 @@ def settings(compression: Any = hvd.Compression.none) -> Settings:
 
 def weights(count: int, numel: int) -> list[tuple[str, nn.Parameter]]:
     return [(f"w{i}", nn.Parameter(torch.zeros(numel))) for i in range(count)]
-
-
-def wrap(group: Group, params: Any, **options: Any) -> hvd.DistributedOptimizer:
-    return hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), process_set=set_of(group), **options)
 
 
 def cap_of(optimizer: hvd.DistributedOptimizer) -> int:
@@ -293,10 +290,7 @@ def test_what_was_measured_is_kept_in_another_world_of_the_same_ranks_and_measur
         for _ in generations:
             if optimizer is None:
                 optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), autotune=True)
-            for _ in range(2):
-                optimizer.zero_grad()
-                param.sum().backward()
-                optimizer.step()
+            take_steps(optimizer, lambda _: param.sum(), range(2))
             with torch.no_grad():
                 param.zero_()
             caps.append(cap_of(optimizer))

@@ -11,6 +11,7 @@ import torch
 from models import MODELS, Branches, Plain, batches, build, part_loss, sgd
 from ranks import attempt_ranks, counting, run_ranks, set_of
 from torch import nn
+from training import wrap
 from worlds import run_worlds
 
 import hvdlite as hvd
@@ -97,9 +98,7 @@ def test_a_gradient_that_is_not_finite_does_what_it_does_in_clip_grad_norm_(valu
         results = []
         for by_hand in (False, True):
             params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
-            optimizer = hvd.DistributedOptimizer(
-                torch.optim.SGD(params, lr=1.0), process_set=set_of(group), max_norm=None if by_hand else 1.0
-            )
+            optimizer = wrap(group, params, max_norm=None if by_hand else 1.0)
             loss = (params[0] * torch.tensor([1.0, value, 2.0])).sum() + params[1].sum()
             (loss if group.rank else params[0].sum()).backward()
             if by_hand:
@@ -137,13 +136,7 @@ def test_sparse_gradients_are_measured_and_clipped_too(size, sparse_as_dense):
         results = []
         for by_hand in (False, True):
             own = copy.deepcopy(model)
-            optimizer = hvd.DistributedOptimizer(
-                torch.optim.SGD(own.parameters(), lr=1.0),
-                named_parameters=own.named_parameters(),
-                sparse_as_dense=sparse_as_dense,
-                process_set=set_of(group),
-                max_norm=None if by_hand else 0.1,
-            )
+            optimizer = wrap(group, own, sparse_as_dense=sparse_as_dense, max_norm=None if by_hand else 0.1)
             own(torch.tensor([1, 1, 2 + group.rank])).square().sum().backward()
             if by_hand:
                 optimizer.synchronize()
@@ -166,7 +159,7 @@ def test_sparse_gradients_are_measured_and_clipped_too(size, sparse_as_dense):
 def test_a_grad_scaler_unscales_before_and_a_step_that_it_skips_leaves_the_norm():
     def rank(group: Group):
         param = nn.Parameter(torch.zeros(2))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), process_set=set_of(group), max_norm=1.0)
+        optimizer = wrap(group, [param], max_norm=1.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         norms = []
         for value in (3.0, math.inf, 0.1):
@@ -185,7 +178,7 @@ def test_a_grad_scaler_unscales_before_and_a_step_that_it_skips_leaves_the_norm(
 def test_a_closure_and_a_step_after_synchronize_clip_once():
     def rank(group: Group):
         param = nn.Parameter(torch.zeros(2))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), process_set=set_of(group), max_norm=1.0)
+        optimizer = wrap(group, [param], max_norm=1.0)
         assert optimizer.grad_norm is None
 
         def closure() -> float:
@@ -233,9 +226,7 @@ def test_clipping_takes_no_collective():
 def test_most_norms_are_measured_while_other_buckets_are_sent():
     def rank(group: Group):
         params = [nn.Parameter(torch.ones(64)) for _ in range(3)]
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(params, lr=1.0), bucket_cap_mb=0.0002, process_set=set_of(group), max_norm=1.0
-        )
+        optimizer = wrap(group, params, bucket_cap_mb=0.0002, max_norm=1.0)
         measured = []
         clipper = optimizer._clipper
         clip = clipper.clip
@@ -309,7 +300,7 @@ def test_what_cannot_be_clipped_is_refused(options, words):
     def rank(group: Group):
         param = nn.Parameter(torch.zeros(2))
         with pytest.raises(ValueError, match=words):
-            hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), process_set=set_of(group), **options)
+            wrap(group, [param], **options)
 
     run_ranks(1, rank)
 
@@ -317,9 +308,7 @@ def test_what_cannot_be_clipped_is_refused(options, words):
 def test_ranks_with_different_norms_are_told():
     def rank(group: Group):
         param = nn.Parameter(torch.zeros(2))
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([param], lr=1.0), process_set=set_of(group), max_norm=1.0 + group.rank
-        )
+        optimizer = wrap(group, [param], max_norm=1.0 + group.rank)
         param.sum().backward()
         optimizer.step()
 
@@ -333,9 +322,7 @@ def test_who_clips_what_is_being_averaged_is_told_the_short_way():
         model = nn.Linear(2, 1)
         for param in model.parameters():
             nn.init.ones_(param)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), process_set=set_of(group)
-        )
+        optimizer = wrap(group, model, lr=0.1)
         for _ in range(2):  # in the first step nothing is sent before the step
             model(torch.ones(1, 2)).sum().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)

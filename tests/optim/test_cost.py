@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks, set_of
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from training import take_steps, wrap
 
 import hvdlite as hvd
 from hvdlite.comm import torch_engine
@@ -38,14 +39,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.enable()
 
 
-def wrap(group: Group, params: Any, **options: Any) -> hvd.DistributedOptimizer:
-    return hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1), process_set=set_of(group), **options)
-
-
 def calls_of_one_step(group: Group, count: int, **options: Any) -> collections.Counter[str]:
     """Counts the calls of Python and C functions, from the first gradient to the last average."""
     params = [nn.Parameter(torch.ones(4)) for _ in range(count)]
-    optimizer = wrap(group, params, **options)
+    optimizer = wrap(group, params, lr=0.1, **options)
     calls: collections.Counter[str] = collections.Counter()
     for step in range(3):
         optimizer.zero_grad()
@@ -153,10 +150,7 @@ SMALL_BYTES = LAYER_BYTES // 2
 
 
 def train(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.ones(1, WIDTH)).sum().backward()
-        optimizer.step()
+    take_steps(optimizer, lambda _: model(torch.ones(1, WIDTH)).sum(), range(3))
 
 
 def make_model() -> nn.Module:
@@ -183,7 +177,7 @@ def test_gradients_take_no_more_memory_than_without_averaging_and_wires_no_more_
         for options in ({}, {"compression": hvd.Compression.fp16}, {"step_on_arrival": True}):
             with LiveBytes() as together:
                 model = make_model()
-                train(wrap(group, model.parameters(), **buckets, **options), model)
+                train(wrap(group, model.parameters(), lr=0.1, **buckets, **options), model)
                 peaks.append(together.peak - alone.peak)
                 if "step_on_arrival" in options:
                     # No gradient is left, and no bucket.
@@ -244,7 +238,7 @@ def test_two_wires_at_most_are_there_however_slow_the_network_is():
     def rank(group: Group) -> tuple[int, int, int]:
         compression = CountingCompression()
         model = make_model()
-        optimizer = wrap(group, model.parameters(), compression=compression, bucket_cap_mb=1e-6)
+        optimizer = wrap(group, model.parameters(), lr=0.1, compression=compression, bucket_cap_mb=1e-6)
         train(optimizer, model)
         return compression.made, compression.most, compression.alive
 

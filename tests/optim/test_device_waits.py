@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import set_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from training import wrap
 
 import hvdlite as hvd
 from hvdlite.comm.engine import EngineWork, SingleRankEngine, SingleRankFactory
@@ -84,12 +84,7 @@ def crossings_of_a_step(optimizer: hvd.DistributedOptimizer, model: nn.Module, s
 def test_a_step_asks_the_device_for_nothing(size, make, set_to_none, options):
     model = make().to(DEVICE)
     group = Group(EchoChannels(), 0, size, ["here"] * size, signer=Signer(b"alone"))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        bucket_cap_mb=0.0001,
-        process_set=set_of(group),
-        **options,
-    )
+    optimizer = wrap(group, model.parameters(), lr=0.1, momentum=0.9, bucket_cap_mb=0.0001, **options)
     # What is copied to the device is copied once.
     crossings_of_a_step(optimizer, model, set_to_none)
     assert [crossings_of_a_step(optimizer, model, set_to_none) for _ in range(2)] == [[], []]

@@ -11,8 +11,9 @@ import pytest
 import torch
 from equal_states import assert_same
 from fake_hosts import PLACES, on
-from ranks import run_ranks, set_of
+from ranks import run_ranks
 from torch import Tensor, nn
+from training import wrap, wrap_numbered
 from worlds import run_worlds
 
 import hvdlite as hvd
@@ -30,12 +31,6 @@ both = pytest.mark.parametrize("name", CODECS)
 each_form = pytest.mark.parametrize("name", FORMS)
 
 NUMEL = 1000
-
-
-def wrap(group: Group, params: list[nn.Parameter], codec: Any, **options: Any) -> hvd.DistributedOptimizer:
-    inner = torch.optim.SGD(params, lr=1.0)
-    named = [(f"p{number}", param) for number, param in enumerate(params)]
-    return hvd.DistributedOptimizer(inner, named, compression=codec, process_set=set_of(group), **options)
 
 
 def residuals_of(optimizer: hvd.DistributedOptimizer) -> Any:
@@ -103,7 +98,7 @@ def test_every_rank_gets_the_bits_that_the_scheme_has_in_one_process(place, name
 
     def rank(group: Group) -> list[Tensor]:
         param = nn.Parameter(torch.zeros(NUMEL))
-        optimizer = wrap(group, [param], codec)
+        optimizer = wrap_numbered(group, [param], codec)
         found = []
         for step in range(4):
             param.grad = gradient(group.rank, step)
@@ -137,10 +132,7 @@ def test_many_buckets_train_to_the_same_bits_on_all_ranks_close_to_uncompressed(
             model = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 4))
             for number, param in enumerate(model.parameters()):
                 param.data = gradient(99, number, param.numel()).view_as(param) * 0.1
-            inner = torch.optim.SGD(model.parameters(), lr=0.05)
-            optimizer = hvd.DistributedOptimizer(
-                inner, model.named_parameters(), compression=codec, process_set=set_of(group), **options
-            )
+            optimizer = wrap(group, model, lr=0.05, compression=codec, **options)
             for step in range(10):
                 optimizer.zero_grad()
                 model(gradient(group.rank, step, 64).view(4, 16)).square().sum().mul(0.1).backward()
@@ -162,7 +154,7 @@ def test_many_buckets_train_to_the_same_bits_on_all_ranks_close_to_uncompressed(
 def test_a_bucket_may_have_fewer_gradients_than_a_host_has_ranks(place, form):
     def rank(group: Group) -> list[Tensor]:
         params = [nn.Parameter(torch.zeros(shape)) for shape in ((1,), (2, 1), (3,))]
-        optimizer = wrap(group, params, form, bucket_cap_mb=1e-6)
+        optimizer = wrap_numbered(group, params, form, bucket_cap_mb=1e-6)
         found = []
         for _ in range(3):
             optimizer.zero_grad()
@@ -186,7 +178,7 @@ def test_on_one_host_gradients_are_those_of_no_compression(name):
         found = []
         for codec in (CODECS[name], hvd.Compression.none):
             param = nn.Parameter(torch.zeros(NUMEL))
-            optimizer = wrap(group, [param], codec)
+            optimizer = wrap_numbered(group, [param], codec)
             param.grad = gradient(group.rank, 0)
             optimizer.synchronize()
             found.append(param.grad)
@@ -202,7 +194,7 @@ def test_on_one_host_gradients_are_those_of_no_compression(name):
 def test_gradients_of_other_dtypes_are_averaged(place, dtype):
     def rank(group: Group) -> Tensor:
         param = nn.Parameter(torch.zeros(300, dtype=dtype))
-        optimizer = wrap(group, [param], hvd.Compression.int8)
+        optimizer = wrap_numbered(group, [param], hvd.Compression.int8)
         param.grad = torch.linspace(-1, 1, 300).to(dtype) * (group.rank + 1)
         optimizer.synchronize()
         return param.grad
@@ -218,7 +210,7 @@ def test_gradients_of_other_dtypes_are_averaged(place, dtype):
 def test_a_gradient_that_no_rank_has_is_zero_and_keeps_its_residuals(place):
     def rank(group: Group) -> Any:
         one, two = nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(300))
-        optimizer = wrap(group, [one, two], hvd.Compression.int4)
+        optimizer = wrap_numbered(group, [one, two], hvd.Compression.int4)
 
         def residuals() -> dict[str, Tensor]:
             return {kind: values.clone() for kind, (_, _, values) in residuals_of(optimizer).get("p1", {}).items()}
@@ -250,10 +242,10 @@ def test_ten_steps_a_checkpoint_and_ten_more_equal_twenty(place, name):
                 optimizer.step()
 
         whole = nn.Parameter(torch.zeros(NUMEL))
-        straight = wrap(group, [whole], FORMS[name])
+        straight = wrap_numbered(group, [whole], FORMS[name])
         train(straight, whole, range(10))
         part = nn.Parameter(whole.detach().clone())
-        again = wrap(group, [part], FORMS[name])
+        again = wrap_numbered(group, [part], FORMS[name])
         saved = copy.deepcopy(straight.state_dict())
         again.load_state_dict(saved)
         assert residuals_of(straight)["p0"]["own"][2].any()
@@ -263,7 +255,7 @@ def test_ten_steps_a_checkpoint_and_ten_more_equal_twenty(place, name):
         assert torch.equal(whole, part)
         # Without the residuals it goes another way.
         third = nn.Parameter(whole.detach().clone())
-        bare = wrap(group, [third], FORMS[name])
+        bare = wrap_numbered(group, [third], FORMS[name])
         train(straight, whole, range(20, 25))
         train(bare, third, range(20, 25))
         assert not torch.equal(whole, third)
@@ -280,7 +272,7 @@ def test_a_consolidated_state_resumes_at_any_number_of_ranks_and_changes_no_trai
 
     def rank(group: Group) -> None:
         models = [[nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(NUMEL))] for _ in range(2)]
-        optimizers = [wrap(group, model, FORMS[name]) for model in models]
+        optimizers = [wrap_numbered(group, model, FORMS[name]) for model in models]
 
         def step(number: int) -> None:
             for model, optimizer in zip(models, optimizers, strict=True):
@@ -311,7 +303,7 @@ def test_a_consolidated_state_resumes_at_any_number_of_ranks_and_changes_no_trai
 
     def elsewhere(group: Group) -> tuple[Tensor, Tensor]:
         model = [nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(NUMEL))]
-        optimizer = wrap(group, model, FORMS[name])
+        optimizer = wrap_numbered(group, model, FORMS[name])
         optimizer.load_state_dict(copy.deepcopy(saved[0]))
         # Consolidated again it is the same.
         optimizer.consolidate_state_dict()
@@ -334,7 +326,7 @@ def test_a_consolidated_state_resumes_at_any_number_of_ranks_and_changes_no_trai
 def test_the_files_of_three_hosts_resume_on_others_and_all_that_was_kept_is_sent(hosts, name):
     def save(group: Group) -> Any:
         params = [nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(NUMEL))]
-        optimizer = wrap(group, params, CODECS[name])
+        optimizer = wrap_numbered(group, params, CODECS[name])
         for param in params:
             param.grad = gradient(group.rank, 0, param.numel())
         optimizer.step()
@@ -345,7 +337,7 @@ def test_the_files_of_three_hosts_resume_on_others_and_all_that_was_kept_is_sent
 
     def load(group: Group) -> Any:
         params = [nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(NUMEL))]
-        optimizer = wrap(group, params, CODECS[name])
+        optimizer = wrap_numbered(group, params, CODECS[name])
         # Ranks in another order have other parts of the sum.
         loaded = (group.rank + (hosts[0] == "b")) % 3
         if group.rank < 3:
@@ -390,7 +382,7 @@ def test_broadcast_optimizer_state_leaves_residuals_alone():
 
 def test_a_rank_that_is_not_the_optimizers_cannot_have_the_state():
     def rank(group: Group) -> None:
-        optimizer = wrap(group, [nn.Parameter(torch.zeros(3))], hvd.Compression.int8)
+        optimizer = wrap_numbered(group, [nn.Parameter(torch.zeros(3))], hvd.Compression.int8)
         with pytest.raises(ValueError, match=r"to=2 is not one of the optimizer's ranks: 0, 1"):
             optimizer.consolidate_state_dict(to=2)
 
@@ -400,7 +392,7 @@ def test_a_rank_that_is_not_the_optimizers_cannot_have_the_state():
 def test_infinities_reach_every_rank_and_leave_no_trace():
     def rank(group: Group) -> None:
         param = nn.Parameter(torch.zeros(NUMEL))
-        optimizer = wrap(group, [param], hvd.Compression.int4)
+        optimizer = wrap_numbered(group, [param], hvd.Compression.int4)
         for step in range(3):
             optimizer.zero_grad()
             param.grad = gradient(group.rank, step)
@@ -425,7 +417,7 @@ def test_what_a_host_keeps_stays_in_its_own_blocks_with_infinities_and_other_hos
 
     def rank(group: Group) -> None:
         param = nn.Parameter(torch.zeros(NUMEL))
-        optimizer = wrap(group, [param], codec)
+        optimizer = wrap_numbered(group, [param], codec)
         param.grad = gradient(group.rank, 0)
         optimizer.step()
         optimizer.zero_grad()
@@ -454,7 +446,7 @@ def test_after_a_step_with_infinities_the_next_is_finite_again(place, name):
     # Both numbers of elements leave gaps in the bucket, which codecs encode together with gradients.
     def rank(group: Group) -> None:
         params = [nn.Parameter(torch.zeros(numel)) for numel in (301, 77)]
-        optimizer = wrap(group, params, FORMS[name])
+        optimizer = wrap_numbered(group, params, FORMS[name])
         for factor in (1.0, math.inf, 1.0):
             for number, param in enumerate(params):
                 param.grad = gradient(group.rank, number, param.numel()) * factor
@@ -481,7 +473,7 @@ def test_ones_own_codec_is_a_class_of_two_methods():
 
     def rank(group: Group) -> Tensor:
         param = nn.Parameter(torch.zeros(5))
-        optimizer = wrap(group, [param], Signs())
+        optimizer = wrap_numbered(group, [param], Signs())
         param.grad = torch.tensor([3.0, -1.0, 0.5, -0.1, 2.0])
         optimizer.synchronize()
         assert residuals_of(optimizer)["p0"]["own"][2].tolist() == pytest.approx([2.0, 0.0, -0.5, 0.9, 1.0])
@@ -494,7 +486,7 @@ def test_ones_own_codec_is_a_class_of_two_methods():
 def test_ranks_with_different_codecs_are_told():
     def rank(group: Group) -> None:
         with pytest.raises(hvd.MismatchError, match=r": compression is Compression\.int8 on .*Compression\.int4"):
-            wrap(group, [nn.Parameter(torch.zeros(3))], list(CODECS.values())[group.rank]).step()
+            wrap_numbered(group, [nn.Parameter(torch.zeros(3))], list(CODECS.values())[group.rank]).step()
 
     run_ranks(2, rank)
 
@@ -524,7 +516,7 @@ def test_ranks_with_different_instances_of_ones_own_codec_are_told(is_outer):
         param = nn.Parameter(torch.zeros(3))
         words = r"OfBits \(blocks of 8 numbers in 4 bytes, with error feedback\).*in 8 bytes"
         with pytest.raises(hvd.MismatchError, match=words):
-            wrap(group, [param], hvd.Compression.none if is_outer else codec, **options).step()
+            wrap_numbered(group, [param], hvd.Compression.none if is_outer else codec, **options).step()
 
     run_ranks(2, rank)
 
@@ -560,7 +552,7 @@ def test_a_rank_that_has_joined_gives_zeros():
 def test_what_does_not_go_together_is_refused(options, words):
     def rank(group: Group) -> None:
         with pytest.raises(ValueError, match=words):
-            wrap(group, [nn.Parameter(torch.zeros(3))], hvd.Compression.int8, **options)
+            wrap_numbered(group, [nn.Parameter(torch.zeros(3))], hvd.Compression.int8, **options)
 
     run_ranks(1, rank)
 
@@ -568,13 +560,13 @@ def test_what_does_not_go_together_is_refused(options, words):
 def test_a_state_of_another_codec_is_refused():
     def rank(group: Group) -> None:
         param = nn.Parameter(torch.zeros(NUMEL))
-        optimizer = wrap(group, [param], hvd.Compression.int8)
+        optimizer = wrap_numbered(group, [param], hvd.Compression.int8)
         param.grad = gradient(group.rank, 0)
         optimizer.step()
         with pytest.raises(
             ValueError, match=r"has the state of Compression\.int8, .* has compression=Compression\.int4"
         ):
-            wrap(group, [param], hvd.Compression.int4).load_state_dict(optimizer.state_dict())
+            wrap_numbered(group, [param], hvd.Compression.int4).load_state_dict(optimizer.state_dict())
 
     run_ranks(2, rank)
 

@@ -11,13 +11,10 @@ import torch.distributed as dist
 from models import alike
 from ranks import attempt_ranks, run_ranks, set_of
 from torch import nn
+from training import take_steps, wrap
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
-
-
-def wrap(group: Group, params, **options):
-    return hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), process_set=set_of(group), **options)
 
 
 def weight(*shape: int) -> nn.Parameter:
@@ -106,9 +103,7 @@ def test_parameters_without_a_name_are_told_by_the_optimizers_own_names_if_it_ha
     with pytest.raises(ValueError, match=r"'bias', shape \(3,\)"):
         run_ranks(
             1,
-            lambda group: hvd.DistributedOptimizer(
-                torch.optim.SGD(model.named_parameters(), lr=1.0), [("weight", model.weight)], process_set=set_of(group)
-            ),
+            lambda group: wrap(group, model.named_parameters(), [("weight", model.weight)]),
         )
 
 
@@ -522,10 +517,7 @@ def test_steps_that_accumulate_nothing_are_told_of_once(size, options):
     def rank(group: Group) -> None:
         model = alike(nn.Linear(2, 1))
         optimizer = wrap(group, model.parameters(), backward_passes_per_step=4, **options)
-        for _ in range(6):
-            optimizer.zero_grad()
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
+        take_steps(optimizer, lambda _: model(torch.ones(1, 2)).sum(), range(6))
 
     with pytest.warns(UserWarning, match="nothing is accumulated") as told:
         run_ranks(size, rank)

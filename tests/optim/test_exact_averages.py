@@ -8,6 +8,7 @@ import pytest
 import torch
 from ranks import ENGINES, run_ranks, set_of
 from torch import Tensor, nn
+from training import wrap
 from worlds import run_worlds
 
 import hvdlite as hvd
@@ -142,9 +143,7 @@ def test_so_it_is_of_sparse_gradients_and_of_a_step_on_arrival(size, engine):
             before = torch.zeros(5, 4)
             with torch.no_grad():
                 table.weight.zero_()
-            optimizer = hvd.DistributedOptimizer(
-                torch.optim.SGD(table.parameters(), lr=1.0), process_set=set_of(group), **options
-            )
+            optimizer = wrap(group, table.parameters(), **options)
             for _ in range(2):
                 optimizer.zero_grad()
                 table(torch.tensor([4, 0, 2])).backward(rows)
@@ -267,3 +266,18 @@ def test_what_travels_in_16_bits_is_scaled_before_and_does_not_overflow(compress
 
     for results in run_worlds(3, rank):
         assert results == pytest.approx([60000.0] * 3, rel=1e-3)
+
+
+def test_gradients_that_were_added_to_in_place_and_new_ones_are_scaled_once_each():
+    def rank(group: Group) -> list[list[float]]:
+        first, later = (nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for _ in range(2))
+        optimizer = wrap(group, [first, later])
+        first.sum().backward()
+        optimizer.step()
+        # The gradient stays where it is sent from, and autograd adds the next one to it; the other's is new memory.
+        optimizer.zero_grad(set_to_none=False)
+        ((first + later) * (1.0 + group.rank)).sum().backward()
+        optimizer.synchronize()
+        return [first.grad.tolist(), later.grad.tolist()]
+
+    assert run_ranks(2, rank) == [[[1.5] * 3] * 2] * 2

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import attempt_ranks, counting, run_ranks, set_of
+from ranks import attempt_ranks, counting, run_ranks
 from torch import Tensor, nn
+from training import wrap
 from worlds import run_worlds
 
 import hvdlite as hvd
@@ -59,11 +60,6 @@ class Looking(hvd.Exchange):
         gradients.flat.div_(int(count))
 
 
-def wrap(group: Group, model: nn.Module, **options: Any) -> hvd.DistributedOptimizer:
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    return hvd.DistributedOptimizer(inner, model.named_parameters(), process_set=set_of(group), **options)
-
-
 def make_model() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     for number, param in enumerate(model.parameters()):
@@ -106,7 +102,7 @@ def test_signs_with_a_scale_and_error_feedback_train_alike_on_all_ranks(size, op
 
     def rank(group: Group) -> list[float]:
         model = make_model()
-        train(model, wrap(group, model, exchange=ScaledSigns, **options), group.rank, range(4))
+        train(model, wrap(group, model, lr=0.1, exchange=ScaledSigns, **options), group.rank, range(4))
         return values(model)
 
     first, *others = run_ranks(size, rank)
@@ -123,13 +119,13 @@ def test_its_state_is_saved_by_parameter_name_and_training_goes_on_with_it(how):
 
     def by_state_dict(group: Group) -> None:
         model = make_model()
-        optimizer = wrap(group, model, exchange=ScaledSigns)
+        optimizer = wrap(group, model, lr=0.1, exchange=ScaledSigns)
         assert "hvdlite" not in optimizer.state_dict()
         train(model, optimizer, group.rank, range(3))
         saved = copy.deepcopy(optimizer.state_dict())
         assert sorted(saved["hvdlite"]["exchange"]) == sorted(name for name, _ in model.named_parameters())
         model_again = copy.deepcopy(model)
-        again = wrap(group, model_again, exchange=ScaledSigns)
+        again = wrap(group, model_again, lr=0.1, exchange=ScaledSigns)
         again.load_state_dict(saved)
         assert "hvdlite" in saved
         train_on(optimizer, model, again, model_again, group.rank)
@@ -160,7 +156,7 @@ def test_its_state_is_saved_by_parameter_name_and_training_goes_on_with_it(how):
 
 def test_state_that_there_is_nobody_for_is_an_error():
     def rank(group: Group) -> None:
-        optimizer = wrap(group, make_model())
+        optimizer = wrap(group, make_model(), lr=0.1)
         state = optimizer.state_dict()
         assert set(state) == {"state", "param_groups"}
         with pytest.raises(ValueError, match=r"the state of an exchange, for '0.weight' .* same .* or exchange="):
@@ -172,7 +168,7 @@ def test_state_that_there_is_nobody_for_is_an_error():
 def test_it_sees_gradients_alone_and_counts_travel_beside_them():
     def rank(group: Group) -> None:
         model = make_model()
-        optimizer = wrap(group, model, exchange=Looking)
+        optimizer = wrap(group, model, lr=0.1, exchange=Looking)
         optimizer._reducer.connect()
         group.engine.calls.clear()
         # The last layer's bias has a gradient on rank 1 only.
@@ -199,8 +195,7 @@ def test_it_sees_gradients_alone_and_counts_travel_beside_them():
 def test_buckets_travel_during_backward():
     def rank(group: Group) -> tuple[int, int]:
         params = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
-        inner = torch.optim.SGD(params, lr=1.0)
-        optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), exchange=Looking, bucket_cap_mb=1e-6)
+        optimizer = wrap(group, params, exchange=Looking, bucket_cap_mb=1e-6)
         # In the first step, gradients wait until the ranks have compared their arguments.
         optimizer._reducer.connect()
         torch.cat(params).sum().backward()
@@ -225,8 +220,7 @@ def test_links_lead_within_hosts_and_across_them():
         def rank(group: Group) -> Any:
             group.hosts = tuple(hosts)
             param = nn.Parameter(torch.zeros(2))
-            inner = torch.optim.SGD([param], lr=1.0)
-            optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), exchange=Summing)
+            optimizer = wrap(group, [param], exchange=Summing)
             (param * (group.rank + 1)).sum().backward()
             optimizer.step()
             optimizer.close()
@@ -277,7 +271,7 @@ def test_a_rank_that_has_joined_gives_zeros_and_is_counted_or_not(average):
 def test_what_says_otherwise_how_gradients_are_combined_is_refused(options, words):
     def rank(group: Group) -> None:
         with pytest.raises(ValueError, match=words):
-            wrap(group, make_model(), exchange=Looking, **options)
+            wrap(group, make_model(), lr=0.1, exchange=Looking, **options)
 
     run_ranks(1, rank)
 
@@ -293,7 +287,7 @@ def test_what_says_otherwise_how_gradients_are_combined_is_refused(options, word
 def test_what_is_no_exchange_is_a_type_error_that_says_what_is_wanted(exchange, words):
     def rank(group: Group) -> None:
         with pytest.raises(TypeError, match=words):
-            wrap(group, make_model(), exchange=exchange)
+            wrap(group, make_model(), lr=0.1, exchange=exchange)
 
     run_ranks(1, rank)
 
@@ -301,7 +295,7 @@ def test_what_is_no_exchange_is_a_type_error_that_says_what_is_wanted(exchange, 
 def test_ranks_with_different_exchanges_are_told():
     def rank(group: Group) -> None:
         with pytest.raises(hvd.MismatchError, match=r": exchange is .*test_exchange\.Looking.* rank 0 .*\.ScaledSigns"):
-            wrap(group, make_model(), exchange=(Looking, ScaledSigns)[group.rank]).step()
+            wrap(group, make_model(), lr=0.1, exchange=(Looking, ScaledSigns)[group.rank]).step()
 
     run_ranks(2, rank)
 
@@ -321,8 +315,7 @@ def test_what_an_exchange_has_launched_before_it_failed_writes_into_no_later_gra
 
     def rank(group: Group) -> list[float]:
         param = nn.Parameter(torch.zeros(2))
-        inner = torch.optim.SGD([param], lr=1.0)
-        optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), exchange=Failing)
+        optimizer = wrap(group, [param], exchange=Failing)
         param.grad = torch.ones(2)
         with pytest.raises(ArithmeticError, match="in the midst"):
             optimizer.step()
@@ -352,8 +345,8 @@ class AveragedSteps(hvd.Exchange):
 def test_an_exchange_that_comes_after_the_step_is_given_what_the_steps_have_changed(size):
     def rank(group: Group) -> tuple[list[Tensor], list[Tensor]]:
         after, before = make_model(), make_model()
-        train(after, wrap(group, after, exchange=AveragedSteps), group.rank, range(3))
-        train(before, wrap(group, before), group.rank, range(3))
+        train(after, wrap(group, after, lr=0.1, exchange=AveragedSteps), group.rank, range(3))
+        train(before, wrap(group, before, lr=0.1), group.rank, range(3))
         return list(after.parameters()), list(before.parameters())
 
     for after, before in run_ranks(size, rank):
@@ -377,13 +370,13 @@ def test_an_exchange_that_carries_the_counts_needs_one_collective_for_a_bucket()
         model = make_model()
         exchange = CarriesCounts()
         made.append(exchange)
-        optimizer = wrap(group, model, exchange=lambda: exchange)
+        optimizer = wrap(group, model, lr=0.1, exchange=lambda: exchange)
         train(model, optimizer, group.rank, range(2))
         before = len(optimizer._reducer._group.engine.calls)
         train(model, optimizer, group.rank, range(2, 3))
         calls = len(optimizer._reducer._group.engine.calls) - before
         same = make_model()
-        train(same, wrap(group, same, exchange=Looking), group.rank, range(3))
+        train(same, wrap(group, same, lr=0.1, exchange=Looking), group.rank, range(3))
         torch.testing.assert_close(list(model.parameters()), list(same.parameters()), rtol=0, atol=0)
         return list(model.parameters()), calls, len(optimizer._reducer._layout.buckets)
 
@@ -409,7 +402,7 @@ class FailsOnRank1(Looking):
 def test_what_fails_on_one_rank_ends_the_step_on_all_where_the_exchange_tells_it():
     def rank(group: Group) -> None:
         model = make_model()
-        optimizer = wrap(group, model, exchange=lambda: FailsOnRank1(group.rank == 1))
+        optimizer = wrap(group, model, lr=0.1, exchange=lambda: FailsOnRank1(group.rank == 1))
         train(model, optimizer, group.rank, range(1))
 
     outcomes = attempt_ranks(2, rank)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import training
 from fake_hosts import on
 from ranks import counting, run_ranks, set_of
 from torch import Tensor, nn
@@ -16,9 +18,7 @@ from hvdlite.comm.group import Group
 
 STEPS = 5
 
-
-def wrap(group: Group, params: list[nn.Parameter], *, lr: float = 1.0, **options: Any) -> hvd.DistributedOptimizer:
-    return hvd.DistributedOptimizer(torch.optim.SGD(params, lr=lr, momentum=0.5), process_set=set_of(group), **options)
+wrap = partial(training.wrap, momentum=0.5)
 
 
 class Program:

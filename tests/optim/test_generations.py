@@ -15,6 +15,7 @@ import pytest
 import torch
 from models import Branches, Plain, assert_same_training, batches, build, part_loss, train_alone
 from torch import Tensor, nn
+from training import take_steps
 from worlds import run_generations
 
 import hvdlite as hvd
@@ -29,10 +30,7 @@ def plain_sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-    for step in range(len(x)):
-        optimizer.zero_grad()
-        part_loss(model, x[step, 0], y[step, 0], hvd.rank(), hvd.size()).backward()
-        optimizer.step()
+    take_steps(optimizer, lambda step: part_loss(model, x[step, 0], y[step, 0], hvd.rank(), hvd.size()), range(len(x)))
 
 
 @pytest.mark.parametrize("engine", ["gloo", "shared memory"])

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from fake_hosts import on
-from ranks import run_ranks, set_of
+from ranks import run_ranks
 from torch import Tensor, nn
+from training import wrap
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
@@ -36,10 +37,6 @@ STEPS: dict[str, tuple[Passes, Passes]] = {
 def mean_of(step: str) -> float:
     """The average of both ranks' sums."""
     return sum(abs(factor) for passes in STEPS[step] for factor in passes) / 2
-
-
-def wrap(group: Group, params: list[nn.Parameter], **options: Any) -> hvd.DistributedOptimizer:
-    return hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), process_set=set_of(group), **options)
 
 
 def backward(optimizer: hvd.DistributedOptimizer, loss: Callable[[float], Tensor], passes: Passes) -> None:

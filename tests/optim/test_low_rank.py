@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from fake_bucket import FakeBucket
 from fake_hosts import PLACES, on
-from ranks import counting, run_ranks, set_of
+from ranks import counting, run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as ddps
+from training import wrap
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
@@ -45,10 +46,7 @@ class Job:
                 param.data.copy_(other.data)
         form = hvd.Compression.powersgd(**{"rank": 2, "start_step": 0, "min_ratio": 1.5, **options})
         named = [(f"p{number}", param) for number, param in enumerate(self.params)]
-        inner = torch.optim.SGD(self.params, lr=0.1, momentum=0.9)
-        self.optimizer = hvd.DistributedOptimizer(
-            inner, named, compression=form, process_set=set_of(group), bucket_cap_mb=cap
-        )
+        self.optimizer = wrap(group, self.params, named, lr=0.1, momentum=0.9, compression=form, bucket_cap_mb=cap)
 
     def average(self, step: int, without: tuple[int, ...] = ()) -> list[Tensor]:
         """Returns the averages of a step's gradients, and takes the step."""
@@ -367,9 +365,7 @@ def test_two_hosts_get_the_bits_of_the_steps_in_one_process(place):
 def test_gradients_of_other_dtypes_are_averaged(dtype):
     def rank(group: Group) -> Tensor:
         param = nn.Parameter(torch.zeros(40, 30, dtype=dtype))
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([param], lr=1.0), compression=hvd.Compression.powersgd(2, 0), process_set=set_of(group)
-        )
+        optimizer = wrap(group, [param], compression=hvd.Compression.powersgd(2, 0))
         row = torch.linspace(-1, 1, 30).to(dtype) * (group.rank + 1)
         param.grad = torch.outer(torch.linspace(1, 2, 40).to(dtype), row)
         optimizer.synchronize()

@@ -14,15 +14,12 @@ import torch
 from models import CLASSES, FEATURES, Plain, batches, build, part_loss, sgd, train_alone
 from ranks import attempt_ranks, counting, run_ranks, set_of
 from torch import nn
+from training import take_steps, wrap
 
 import hvdlite as hvd
 from hvdlite.comm import deferred_close
 from hvdlite.comm.group import Group
 from hvdlite.control.reducer_registry import ReducerRegistry
-
-
-def wrap(group: Group, params, *, lr: float = 1.0, **options):
-    return hvd.DistributedOptimizer(torch.optim.SGD(params, lr=lr), process_set=set_of(group), **options)
 
 
 def weight() -> nn.Parameter:
@@ -589,9 +586,7 @@ def test_a_parameter_group_added_later_is_averaged_too():
 def test_names_that_the_optimizer_was_built_with_are_used():
     def rank(group: Group):
         model = nn.Linear(2, 2)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.named_parameters(), lr=1.0), process_set=set_of(group)
-        )
+        optimizer = wrap(group, model.named_parameters())
         return [name for name, _ in optimizer._named]
 
     assert run_ranks(2, rank) == [["weight", "bias"]] * 2
@@ -793,10 +788,7 @@ def test_compiled_models_train_as_eager_ones(compile_part):
         forward = torch.compile(own, backend="aot_eager")
     else:
         own.layers[0] = torch.compile(own.layers[0], backend="aot_eager")
-    for step in range(3):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(forward(x[step, 0], 0), y[step, 0]).backward()
-        optimizer.step()
+    take_steps(optimizer, lambda step: nn.functional.cross_entropy(forward(x[step, 0], 0), y[step, 0]), range(3))
     for a, b in zip(own.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
@@ -877,9 +869,7 @@ def test_before_the_first_gradient_of_a_step_a_report_counts_no_bucket_as_sent()
         model = nn.Linear(2, 1)
         for param in model.parameters():
             nn.init.ones_(param)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), process_set=set_of(group)
-        )
+        optimizer = wrap(group, model, lr=0.0)
         sent = []
         for _ in range(2):
             sent.append(optimizer._reducer.progress().sent)

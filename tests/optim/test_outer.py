@@ -18,6 +18,7 @@ from equal_states import assert_same
 from fake_hosts import PLACES, on
 from ranks import attempt_ranks, counting, set_of
 from torch import Tensor, nn
+from training import take_steps
 from worlds import attempt_worlds, run_generations, run_worlds
 
 import hvdlite as hvd
@@ -73,10 +74,7 @@ def wrap(group: Group, model: nn.Module, outer: Any, inner: str = "SGD", **optio
 
 
 def train(optimizer: torch.optim.Optimizer, model: nn.Module, rank: int, first: int, last: int) -> None:
-    for step in range(first, last):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+    take_steps(optimizer, lambda step: loss_of(model, rank, step), range(first, last))
 
 
 def values_of(model: nn.Module) -> Tensor:

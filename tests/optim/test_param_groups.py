@@ -17,6 +17,7 @@ from equal_states import assert_same
 from fake_hosts import on
 from ranks import counting, run_ranks, set_of
 from torch import Tensor, nn
+from training import take_steps
 from worlds import run_worlds
 
 import hvdlite as hvd
@@ -546,10 +547,7 @@ def test_a_model_that_is_converted_for_good_is_an_error(when):
         for param in model.parameters():
             nn.init.zeros_(param)
         optimizer = wrap(group, torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
+        take_steps(optimizer, lambda _: model(torch.ones(1, 3)).sum(), range(2))
         if when == "between steps":
             model.double()
             words = r"had dtype torch.float32 on cpu when the optimizer .* and has a gradient of torch.float64"

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import attempt_ranks, run_ranks, set_of
+from ranks import attempt_ranks, run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from training import wrap
 from worlds import PLAIN, attempt_worlds, run_worlds
 
 import hvdlite as hvd
@@ -524,7 +525,7 @@ def test_it_takes_no_copy_of_the_model():
 def test_ranks_over_a_process_set_without_a_world_are_compared():
     def rank(group: Group) -> None:
         weight = nn.Parameter(torch.full((3,), float(group.rank)))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), process_set=set_of(group))
+        optimizer = wrap(group, [weight], lr=0.1)
         weight.sum().backward()
         optimizer.step()
 

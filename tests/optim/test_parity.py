@@ -19,8 +19,9 @@ from models import (
     train_alone,
     train_rank,
 )
-from ranks import run_ranks, set_of
+from ranks import run_ranks
 from torch import nn
+from training import wrap
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
@@ -55,9 +56,7 @@ def test_a_sum_is_the_average_times_the_number_of_ranks(size):
 
     def gradients(group: Group) -> list[torch.Tensor]:
         own = copy.deepcopy(model)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(own.parameters(), lr=0.0), op=hvd.Sum, process_set=set_of(group)
-        )
+        optimizer = wrap(group, own.parameters(), lr=0.0, op=hvd.Sum)
         nn.functional.cross_entropy(own(x[0, 0].chunk(size)[group.rank], 0), y[0, 0].chunk(size)[group.rank]).backward()
         optimizer.step()
         return [param.grad for param in own.parameters()]
@@ -87,9 +86,7 @@ def test_a_16_bit_wire_costs_one_rounding_per_leg_and_parameters_stay_wide(size,
 def test_a_16_bit_wire_carries_an_average_of_values_whose_sum_would_overflow():
     def gradient(group: Group) -> torch.Tensor:
         weight = nn.Parameter(torch.zeros(3))
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([weight], lr=0.0), compression=hvd.Compression.fp16, process_set=set_of(group)
-        )
+        optimizer = wrap(group, [weight], lr=0.0, compression=hvd.Compression.fp16)
         (weight * 40000.0).sum().backward()
         optimizer.step()
         return weight.grad
@@ -103,9 +100,7 @@ def test_a_16_bit_wire_carries_an_average_of_values_whose_sum_would_overflow():
 def test_nan_and_inf_travel_as_they_are(value, compression):
     def gradient(group: Group) -> torch.Tensor:
         weight = nn.Parameter(torch.zeros(3))
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([weight], lr=0.0), compression=compression, process_set=set_of(group)
-        )
+        optimizer = wrap(group, [weight], lr=0.0, compression=compression)
         factor = torch.tensor([value, 1.0, 2.0]) if group.rank == 0 else torch.ones(3)
         (weight * factor).sum().backward()
         optimizer.step()
@@ -132,7 +127,7 @@ def test_the_small_truth_of_the_tutorials_averages_14():
 
     def gradient(group: Group) -> float:
         w = nn.Parameter(torch.ones(1))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([w], lr=0.0), process_set=set_of(group))
+        optimizer = wrap(group, [w], lr=0.0)
         x = torch.tensor([2.0 * group.rank, 2.0 * group.rank + 1])
         ((x * w) ** 2).sum().backward()
         optimizer.step()

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.optim.plan import ParamSpec, first_difference, plan_buckets
+from hvdlite.optim.plan import BucketPlan, ParamSpec, first_difference, plan_buckets
 
 DTYPES = [torch.float16, torch.float32, torch.float64, torch.complex64]
 
@@ -56,6 +56,16 @@ def test_slices_do_not_overlap_and_lie_before_the_flags(specs, cap_bytes):
 def test_only_a_lone_parameter_may_exceed_the_cap(specs, cap_bytes):
     for plan in plan_buckets(specs, cap_bytes=cap_bytes):
         assert len(plan.slices) == 1 or plan.grad_numel * plan.dtype.itemsize <= cap_bytes
+
+
+@given(spec_lists(), st.integers(1, 12).map(lambda lines: 64 * lines))
+def test_a_bucket_that_is_closed_had_no_room_for_the_next_parameter(specs, cap_bytes):
+    last: dict[object, int] = {}
+    for plan in plan_buckets(specs, cap_bytes=cap_bytes):
+        kind = (plan.dtype, plan.device, plan.is_frozen)
+        first = BucketPlan(plan.slices[:1], plan.dtype, plan.device)
+        assert kind not in last or last[kind] + first.grad_numel * plan.dtype.itemsize > cap_bytes
+        last[kind] = plan.grad_numel * plan.dtype.itemsize
 
 
 @given(spec_lists())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import counting, run_ranks, set_of
 from torch import nn
+from training import wrap
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
@@ -91,7 +92,7 @@ def test_once_known_to_be_sparse_a_table_is_in_no_bucket_any_more():
 
     def rank(group: Group):
         own = copy.deepcopy(model)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(own.parameters(), lr=0.1), process_set=set_of(group))
+        optimizer = wrap(group, own.parameters(), lr=0.1)
         per_step = []
         for _ in range(2):
             group.engine.calls.clear()
@@ -122,9 +123,7 @@ class Tables(nn.Module):
 def gathers_of_a_step(group: Group, model: Tables, cap_mb: float) -> tuple[int, list[torch.Tensor | None]]:
     """Returns the all-gathers of the second step, and the gradients of the tables after it."""
     model = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), process_set=set_of(group), bucket_cap_mb=cap_mb
-    )
+    optimizer = wrap(group, model.parameters(), lr=0.1, bucket_cap_mb=cap_mb)
     for _ in range(2):
         optimizer.zero_grad()
         model.loss(group.rank).backward()
@@ -163,9 +162,7 @@ def test_sparse_gradients_that_fill_more_than_a_bucket_travel_apart_with_the_sam
 def test_a_gradient_that_is_sparse_on_one_rank_and_dense_on_another_is_an_error():
     def rank(group: Group):
         table = nn.Embedding.from_pretrained(torch.ones(4, 2), freeze=False, sparse=group.rank == 0)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(table.parameters(), lr=0.1), table.named_parameters(), process_set=set_of(group)
-        )
+        optimizer = wrap(group, table, lr=0.1)
         table(torch.tensor([1])).sum().backward()
         if group.rank == 1:
             optimizer.step()
@@ -197,9 +194,7 @@ def test_gradients_of_different_sparse_dimensions_are_an_error_on_all_ranks_that
 
     def rank(group: Group) -> None:
         matrix = nn.Parameter(torch.ones(4, 2))
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([matrix], lr=0.1), [("matrix", matrix)], process_set=set_of(group)
-        )
+        optimizer = wrap(group, [matrix], [("matrix", matrix)], lr=0.1)
         WithSparseGradient.apply(matrix, group.rank + 1).backward()
         with pytest.raises(hvd.MismatchError, match=f"^{re.escape(message)}$"):
             optimizer.step()
@@ -211,9 +206,7 @@ def test_gradients_of_different_sparse_dimensions_are_an_error_on_all_ranks_that
 def test_sparse_gradients_of_several_passes_are_complete_after_the_last_and_a_pass_too_many_is_an_error():
     def rank(group: Group) -> list[list[float]]:
         table = nn.Embedding.from_pretrained(torch.zeros(3, 1), freeze=False, sparse=True)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(table.parameters(), lr=1.0), backward_passes_per_step=2, process_set=set_of(group)
-        )
+        optimizer = wrap(group, table.parameters(), backward_passes_per_step=2)
         for _ in range(3):
             optimizer.zero_grad()
             assert list(optimizer._allreduce_delay.values()) == [2]
@@ -249,9 +242,7 @@ def scale(grad: torch.Tensor, param: nn.Parameter) -> None:
 def test_a_sparse_gradient_that_is_changed_before_it_is_averaged_is_an_error_as_a_dense_one_is(size, as_dense, change):
     def rank(group: Group) -> None:
         table = nn.Embedding.from_pretrained(torch.zeros(3, 1), freeze=False, sparse=True)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(table.parameters(), lr=1.0), sparse_as_dense=as_dense, process_set=set_of(group)
-        )
+        optimizer = wrap(group, table.parameters(), sparse_as_dense=as_dense)
         for _ in range(2):
             optimizer.zero_grad()
             table(torch.tensor([group.rank])).sum().backward()

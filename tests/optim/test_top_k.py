@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from fake_hosts import PLACES, on
 from ranks import run_ranks, set_of
 from torch import Tensor, nn
+from training import wrap, wrap_numbered
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
@@ -18,13 +18,7 @@ from hvdlite.compression.top_k import TopK
 everywhere = pytest.mark.parametrize("place", PLACES)
 
 NUMEL = 1024
-
-
-def wrap(group: Group, params: list[nn.Parameter], density: float = 0.05, **options: Any) -> hvd.DistributedOptimizer:
-    named = [(f"p{number}", param) for number, param in enumerate(params)]
-    form = hvd.Compression.topk(density)
-    inner = torch.optim.SGD(params, lr=1.0)
-    return hvd.DistributedOptimizer(inner, named, compression=form, process_set=set_of(group), **options)
+TOP_K = hvd.Compression.topk(0.05)
 
 
 def kept_of(optimizer: hvd.DistributedOptimizer, name: str = "p0") -> Tensor:
@@ -50,7 +44,7 @@ def test_all_ranks_get_the_bits_of_one_process(place):
 
     def rank(group: Group) -> list[Tensor]:
         param = nn.Parameter(torch.zeros(NUMEL))
-        optimizer = wrap(group, [param])
+        optimizer = wrap_numbered(group, [param], TOP_K)
         found = []
         for step in range(4):
             param.grad = gradient(group.rank, step)
@@ -86,7 +80,7 @@ def test_what_is_not_finite_reaches_every_rank_and_leaves_no_trace(place, bad):
 
     def rank(group: Group) -> None:
         param = nn.Parameter(torch.zeros(NUMEL))
-        optimizer = wrap(group, [param])
+        optimizer = wrap_numbered(group, [param], TOP_K)
         param.grad = gradient(group.rank, 0)
         optimizer.step()
         optimizer.zero_grad()
@@ -109,7 +103,7 @@ def test_what_is_not_finite_reaches_every_rank_and_leaves_no_trace(place, bad):
 def test_a_gradient_that_no_rank_of_a_host_has_is_zeros_and_keeps_its_residual(place):
     def rank(group: Group) -> None:
         params = [nn.Parameter(torch.zeros(NUMEL)) for _ in range(2)]
-        optimizer = wrap(group, params)
+        optimizer = wrap_numbered(group, params, TOP_K)
         for number, param in enumerate(params):
             param.grad = gradient(group.rank, number)
         optimizer.step()
@@ -175,8 +169,7 @@ def test_what_was_not_sent_decays_where_that_is_asked():
     def rank(group: Group) -> None:
         param = nn.Parameter(torch.zeros(NUMEL))
         form = hvd.Compression.topk(0.05, error_decay=0.5)
-        inner = torch.optim.SGD([param], lr=1.0)
-        optimizer = hvd.DistributedOptimizer(inner, [("p0", param)], compression=form, process_set=set_of(group))
+        optimizer = wrap(group, [param], [("p0", param)], compression=form)
         param.grad = gradient(group.rank, 0)
         optimizer.step()
         before = kept_of(optimizer)
@@ -200,13 +193,13 @@ def test_what_was_not_sent_decays_where_that_is_asked():
 )
 def test_what_does_not_go_together_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
-        run_ranks(1, lambda group: wrap(group, [nn.Parameter(torch.zeros(3))], **options))
+        run_ranks(1, lambda group: wrap_numbered(group, [nn.Parameter(torch.zeros(3))], TOP_K, **options))
 
 
 def test_ranks_with_different_densities_are_told():
     def rank(group: Group) -> None:
         with pytest.raises(hvd.MismatchError, match=r"topk\(density=0.1.*topk\(density=0.2"):
-            wrap(group, [nn.Parameter(torch.zeros(3))], 0.1 * (group.rank + 1)).step()
+            wrap_numbered(group, [nn.Parameter(torch.zeros(3))], hvd.Compression.topk(0.1 * (group.rank + 1))).step()
 
     run_ranks(2, rank)
 
@@ -237,7 +230,7 @@ def test_what_is_kept_stays_on_all_ranks_where_one_of_them_has_an_infinity(place
 def test_what_is_kept_stays_where_a_sum_is_too_large_for_the_gradients_dtype():
     def rank(group: Group) -> None:
         param = nn.Parameter(torch.zeros(NUMEL, dtype=torch.float16))
-        optimizer = wrap(group, [param], op=hvd.Sum)
+        optimizer = wrap_numbered(group, [param], TOP_K, op=hvd.Sum)
         param.grad = gradient(group.rank, 0).half()
         optimizer.step()
         optimizer.zero_grad()

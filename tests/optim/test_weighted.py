@@ -10,6 +10,7 @@ import torch
 from models import FEATURES, Branches, MixedTypes, Plain, adamw, build, sgd
 from ranks import attempt_ranks, counting, run_ranks, set_of
 from torch import Tensor, nn
+from training import wrap
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
@@ -140,11 +141,7 @@ def test_sparse_gradients_are_weighted_too(size, sparse_as_dense):
 
     def rank(group: Group):
         own = copy.deepcopy(model)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(own.parameters(), lr=1.0),
-            process_set=set_of(group),
-            sparse_as_dense=sparse_as_dense,
-        )
+        optimizer = wrap(group, own.parameters(), sparse_as_dense=sparse_as_dense)
         mine = words[group.rank]
         for _ in range(2):  # the first step finds out that the gradient is sparse
             optimizer.zero_grad()
@@ -161,9 +158,7 @@ def test_sparse_gradients_are_weighted_too(size, sparse_as_dense):
 def step_of(group: Group, rows: list[int | None], **options: Any) -> Any:
     """One step in which rank r has ``rows[r]`` rows of value r + 1, or does not weigh its loss if None."""
     param = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([param], lr=1.0), [("w", param)], process_set=set_of(group), **options
-    )
+    optimizer = wrap(group, [param], [("w", param)], **options)
     for _ in range(2):
         optimizer.zero_grad()
         loss = (param * (1.0 + group.rank)).sum()
@@ -197,7 +192,7 @@ def test_equal_numbers_leave_the_averages_as_they_are():
 
     def rank(group: Group):
         param = nn.Parameter(torch.zeros(2))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), process_set=set_of(group))
+        optimizer = wrap(group, [param])
         grads = []
         for weighs in (True, True, False):
             optimizer.zero_grad()
@@ -222,7 +217,7 @@ def test_it_takes_no_collective():
         calls = []
         for weighs in (False, True):
             param = nn.Parameter(torch.zeros(2))
-            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), process_set=set_of(group))
+            optimizer = wrap(group, [param])
             optimizer._reducer.connect()
             group.engine.calls.clear()
             for _ in range(3):
@@ -251,7 +246,7 @@ def test_ranks_that_do_not_weigh_beside_those_that_do_are_named_on_every_rank(ro
 def test_a_rank_without_a_backward_pass_neither_counts_nor_is_an_error():
     def rank(group: Group):
         param = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), process_set=set_of(group))
+        optimizer = wrap(group, [param])
         if group.rank != 1:
             optimizer.weighted((param * (1.0 + group.rank)).sum(), 3 - group.rank).backward()
         optimizer.synchronize()
@@ -264,7 +259,7 @@ def test_a_rank_without_a_backward_pass_neither_counts_nor_is_an_error():
 def test_no_samples_on_any_rank_leave_no_gradient():
     def rank(group: Group):
         param = nn.Parameter(torch.zeros(2))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), process_set=set_of(group))
+        optimizer = wrap(group, [param])
         optimizer.weighted(param[:0].mean(), 0).backward()
         optimizer.step()
         return param.tolist()
@@ -275,9 +270,7 @@ def test_no_samples_on_any_rank_leave_no_gradient():
 def test_numbers_of_a_pass_that_zero_grad_drops_are_dropped():
     def rank(group: Group):
         param = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([param], lr=1.0), process_set=set_of(group), backward_passes_per_step=2
-        )
+        optimizer = wrap(group, [param], backward_passes_per_step=2)
         optimizer.weighted((param * 100.0).sum(), 50 * group.rank).backward()
         loss = optimizer.weighted((param * (1.0 + group.rank)).sum(), 1 + 2 * group.rank)
         optimizer.zero_grad()
@@ -297,8 +290,7 @@ def test_passes_before_a_change_between_the_passes_of_a_step_keep_their_number_o
 
     def rank(group: Group) -> list[float]:
         param = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-        inner = torch.optim.SGD([param], lr=1.0)
-        optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), backward_passes_per_step=3)
+        optimizer = wrap(group, [param], backward_passes_per_step=3)
         samples = [first[group.rank], *then]
         for number, n in enumerate(samples):
             optimizer.weighted((param * (1.0 + group.rank)).sum(), n).backward()

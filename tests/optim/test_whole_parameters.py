@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from training import take_steps
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
@@ -189,10 +190,7 @@ def test_ranks_that_have_joined_stand_in():
         model = Quantized()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-        for _ in range(own + 1):
-            wrapped.zero_grad()
-            model(torch.tensor([own])).sum().backward()
-            wrapped.step()
+        take_steps(wrapped, lambda _: model(torch.tensor([own])).sum(), range(own + 1))
         last = hvd.join()
         hvd.broadcast_parameters(model.state_dict(), last)
         return [param.detach() for param in model.parameters()]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import counting, generation_of, run_ranks
 from torch import nn
+from training import take_steps
 from worlds import run_worlds
 
 import hvdlite as hvd
@@ -204,10 +205,7 @@ def test_ranks_that_add_or_remove_different_sets_are_told_and_may_go_on():
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[torch.Tensor]) -> list[torch.Tensor]:
-    for batch in batches:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
+    take_steps(optimizer, lambda batch: model(batch).square().mean(), batches)
     return [param.detach().clone() for param in model.parameters()]
 
 

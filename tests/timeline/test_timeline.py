@@ -16,6 +16,7 @@ import torch
 from ranks import run_ranks
 from timelines import assert_rows_are_tidy, is_about, read_events, read_part, spans
 from torch import nn
+from training import take_steps
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
@@ -42,10 +43,7 @@ def train(steps: int = STEPS) -> None:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), bucket_cap_mb=1e-6,
     )  # fmt: skip
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
+    take_steps(optimizer, lambda _: model(torch.ones(1, 4)).sum(), range(steps))
     optimizer.close()
 
 
