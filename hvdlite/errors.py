@@ -19,6 +19,8 @@ that raises an error writes its message. This module imports nothing of hvdlite.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 
 
@@ -118,6 +120,32 @@ def says_peer_lost(error: BaseException) -> bool:
             return True
         current = current.__cause__ or current.__context__
     return False
+
+
+# What a process may run out of while it connects, with a remedy.
+_LACKS = {
+    errno.EMFILE: "this process has too many open files: close some, or raise the limit with ulimit -n",
+    errno.ENFILE: "this machine has too many open files: end some programs, or raise fs.file-max",
+    errno.ENOMEM: "this machine is out of memory: end some programs",
+}
+
+
+def lack_of(error: BaseException) -> str | None:
+    """Returns what this process has run out of, with a remedy, if that is the reason for an error; else None.
+
+    Torch's errors of gloo have only the text of the system's error. Messages of `HvdliteError` may quote another rank,
+    so only their causes count.
+    """
+    current: BaseException | None = error
+    while current is not None:
+        if isinstance(current, OSError) and current.errno in _LACKS:
+            return _LACKS[current.errno]
+        if isinstance(current, RuntimeError) and not isinstance(current, HvdliteError):
+            for number, words in _LACKS.items():
+                if words_of(current).partition("\n")[0].endswith(f": {os.strerror(number)}"):
+                    return words
+        current = current.__cause__
+    return None
 
 
 # For errors whose cause is on another rank.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
 
-from ..errors import CommunicationError, PeerLostError
+from ..errors import CommunicationError, PeerLostError, lack_of
 from .ending_store import EndingStore
 from .engine_state import EngineState
 from .gloo import ConnectingRanks, Connections, make_gloo, open_proven, wait_for_all
@@ -327,12 +327,13 @@ class SubsetEngineFactory:
             )
         except CommunicationError:
             raise
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             # Torch's own, where a rank is lost while these connect.
-            raise CommunicationError(
-                f"{self._ranks.names[self._ranks.rank]} could not connect to the other ranks: one of them has ended or "
-                f"cannot be reached; look at their output for the cause ({error})"
-            ) from error
+            why = lack_of(error) or (
+                f"one of them has ended or cannot be reached; look at their output for the cause ({error})"
+            )
+            own = self._ranks.names[self._ranks.rank]
+            raise CommunicationError(f"{own} could not connect to the other ranks: {why}") from error
         engine = TorchEngine(group, has_nccl=self._backend_of["cuda"] == "nccl", cut=connections.cut)
         self._open.append((engine, connections))
         return engine

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..comm.engine import SingleRankFactory, TorchEngineFactory
 from ..comm.gloo import InitTimeout
 from ..environment import Environment
-from ..errors import LaunchEnvironmentError
+from ..errors import CommunicationError, LaunchEnvironmentError, lack_of
 from ..rendezvous.given_place import GivenPlace
 from ..rendezvous.host_address import interface_of
 from ..rendezvous.launchers import read_elastic_worker, read_placement, refuse_horovod_rank
@@ -44,11 +44,16 @@ def enter(timeout: timedelta, environment: Environment, process: ProcessState) -
 
     If it fails, it closes what it has opened. ``process`` has the state kept from earlier worlds.
     """
-    with contextlib.ExitStack() as undo:
-        undo.callback(process.world_left)
-        call = InitCall(InitTimeout(timeout), environment, process, undo)
-        world = _enter(call)
-        undo.pop_all()
+    try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(process.world_left)
+            call = InitCall(InitTimeout(timeout), environment, process, undo)
+            world = _enter(call)
+            undo.pop_all()
+    except (OSError, RuntimeError) as error:
+        if (lack := lack_of(error)) is None:
+            raise
+        raise CommunicationError(f"hvd.init() failed: {lack}") from error
     call.timeout.end_of_init()
     return world
 

@@ -1,7 +1,8 @@
 """`Facts` about a host (Python, torch, GPUs, network), and the program that collects them there.
 
 `run_check` sends this file's text to a host as a program (``python -c``), since it must run where the workers' Python
-has no hvdlite. So it imports nothing of this package, and reports all problems as `Facts`.
+has no hvdlite. So it imports nothing of this package, and reports all problems as `Facts`. Its second argument is the
+text of `system.machine`, which counts cores.
 """
 
 from __future__ import annotations
@@ -73,12 +74,14 @@ def _is_a(hint: Any, value: object) -> bool:
     return isinstance(value, hint)
 
 
-def main(cwd: str) -> None:
-    """Prints the facts as one line of JSON. ``cwd`` is the job's working directory."""
+def main(cwd: str, machine: str) -> None:
+    """Prints the facts as one line of JSON. ``cwd`` is the job's working directory, ``machine`` a module's text."""
+    counts: dict[str, Any] = {}
+    exec(machine, counts)  # the launcher's own text, as this one is
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "executable": sys.executable,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": counts["usable_cores"](),
         "cwd": os.path.isdir(cwd),
         "sockets": os.environ.get("GLOO_SOCKET_IFNAME"),
         "interfaces": [name for _, name in socket.if_nameindex()],
@@ -179,4 +182,4 @@ def _first_line(error: object) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..plan.hosts import Host
 from ..plan.job_spec import JobSpec
-from ..system import process_tree
+from ..system import machine, process_tree
 from ..system.terminal_text import one_line, say, write
 from . import host_facts
 from .ask_hosts import Question, Reply, ask_hosts
@@ -49,8 +49,8 @@ def check(job: JobSpec) -> int:
 
 def _ask(job: JobSpec, hosts: Collection[Host]) -> dict[str, Facts | str]:
     """Returns each host's facts, or the reason why there are none."""
-    program = inspect.getsource(host_facts)
-    question = Question("importing torch", ("-c", program, job.cwd), patience_s=job.start_timeout_s)
+    program, counts = map(inspect.getsource, (host_facts, machine))
+    question = Question("importing torch", ("-c", program, job.cwd, counts), patience_s=job.start_timeout_s)
     replies = ask_hosts(question, job, hosts, say=_say_on_terminal, log=_log(job))
     return {label: _facts_in(reply) for label, reply in replies.items()}
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from e2e.conftest import PATIENCE_S
 from e2e.victims import run_plainly
 from long_run import IS_LONG
 
@@ -134,3 +136,41 @@ def test_an_init_that_fails_leaves_nothing_and_the_next_one_works(stages: Sequen
     for outcome in run_plainly(2, [str(program), str(tmp_path), *stages], tmp_path, timeout_s=500, **timeline):
         assert outcome.exit_code == 0, outcome.output
         assert "all of it" in outcome.output
+
+
+# The second init of rank 0 finds so many descriptors free; with none it cannot ask its agent, with two not connect.
+WITHOUT_FILES = """
+import os, resource, sys
+import hvdlite as hvd
+
+hvd.init()
+hvd.shutdown()
+kept = []
+if os.environ["HVDLITE_RANK"] == "0":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    try:
+        while True:
+            kept.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        pass
+    for _ in range(int(sys.argv[1])):
+        os.close(kept.pop())
+try:
+    hvd.init()
+except hvd.HvdliteError as error:
+    for each in kept:
+        os.close(each)
+    print(error, flush=True)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("free", [0, 1, 4])
+def test_an_init_without_free_descriptors_says_so_and_what_to_do(launch, free):
+    job = launch("-np", "2", sys.executable, "-c", WITHOUT_FILES, str(free))
+    code, out, err = job.ended(PATIENCE_S)
+    assert code == 3, err.decode()
+    what = "this process has too many open files: close some, or raise the limit with ulimit -n"
+    assert f"[0]<stdout>:hvd.init() failed: {what}" in out.decode().splitlines(), err.decode()
+    job.assert_gone()

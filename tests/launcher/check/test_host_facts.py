@@ -10,19 +10,20 @@ from dataclasses import asdict
 import pytest
 from hvdlite_launcher.check import host_facts
 from hvdlite_launcher.check.host_facts import Facts, facts_from
+from hvdlite_launcher.system import machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-TEXT = inspect.getsource(host_facts)
+TEXT, COUNTS = map(inspect.getsource, (host_facts, machine))
 FACTS = Facts(python="3.11.2", executable="/usr/bin/python3", cores=4, cwd=True, gpus=("H200",), interfaces=("lo",))
 
 
-def _probed(tmp_path, *, cwd="/", env=None, **modules):
+def _probed(tmp_path, *, cwd="/", env=None, counts=COUNTS, **modules):
     """Returns the facts that a Python reports which has only these modules and the standard library."""
     for name, text in modules.items():
         (tmp_path / f"{name}.py").write_text(text)
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), **(env or {})}
-    words = [sys.executable, "-S", "-c", TEXT, cwd]
+    words = [sys.executable, "-S", "-c", TEXT, cwd, counts]
     out = subprocess.run(words, env=environ, cwd="/", stdout=subprocess.PIPE, text=True, check=True).stdout
     facts = facts_from(out)
     assert facts is not None, out
@@ -34,9 +35,19 @@ def test_a_python_without_torch_and_hvdlite_says_so(tmp_path):
     assert (facts.torch, facts.torch_error) == (None, "ModuleNotFoundError: No module named 'torch'")
     assert (facts.hvdlite, facts.hvdlite_error) == (None, "ModuleNotFoundError: No module named 'hvdlite'")
     assert (facts.python, facts.executable) == (sys.version.split()[0], sys.executable)
-    assert facts.cores == len(os.sched_getaffinity(0))
+    assert facts.cores == machine.usable_cores()
     assert (facts.cwd, facts.sockets) == (False, "eth7")
     assert "lo" in facts.interfaces
+
+
+def test_cores_are_counted_as_for_jobs_with_the_quota_of_the_host_s_cgroup(tmp_path):
+    (tmp_path / "cgroup").write_text("0::/\n")
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    counts = COUNTS
+    for name, place in (("/proc/self/cgroup", tmp_path / "cgroup"), ("/sys/fs/cgroup", tmp_path)):
+        assert name in counts
+        counts = counts.replace(name, str(place))
+    assert _probed(tmp_path, counts=counts).cores == 1
 
 
 def test_hvdlite_without_torch_is_there(tmp_path):
