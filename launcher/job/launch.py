@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
 from ..agents.agent_group import AGENT_S, Agents
@@ -117,6 +117,7 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
             say=screen.say,
             clock=time.monotonic,
             directory=job.report_dir,
+            ended=running.ended_ranks,
         )
         views = _Views(job, running, agents, view)
         apart = TrainedApart(running.roster, running=lambda: running.ending.running)
@@ -170,6 +171,12 @@ class _Running:
     report: Callable[[], str]
     table: GenerationTable | None = None
     on_fault: Callable[[FaultSaid], None] = lambda _: None
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    """The rank of each worker, by its number; none in an elastic job: those that it has lost are no ranks any more."""
+
+    def ended_ranks(self) -> list[int]:
+        running = self.ending.running.copy()
+        return [rank for worker, rank in self.ranks.items() if worker not in running]
 
 
 class _Views:
@@ -267,7 +274,8 @@ def _start_static(
     ending = _ending(job, roster, agents, screen, log)
     ending.running.update(workers)
     judgement = FirstFailure(workers, ending, roster, start_timeout_s=job.start_timeout_s)
-    return _Running(screen, log, roster, ending, judgement, report=str)
+    ranks = {number: slot.rank for number, slot in workers.items()}
+    return _Running(screen, log, roster, ending, judgement, report=str, ranks=ranks)
 
 
 def _start_elastic(

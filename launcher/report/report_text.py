@@ -24,12 +24,13 @@ _MOST_FRAMES = 25
 
 @dataclass(frozen=True)
 class Report:
-    """What was found out about all ranks of a job. ``why`` says who asked for it."""
+    """What was found out about the running ranks of a job, and which have ended. ``why`` says who asked for it."""
 
     number: int
     why: str
     facts: Sequence[RankFacts]
     took_s: float
+    ended: Sequence[int] = ()
 
     def text(self) -> str:
         """Returns it as lines for a terminal or a file."""
@@ -38,6 +39,7 @@ class Report:
         count = "1 rank" if len(facts) == 1 else f"{len(facts)} ranks"
         lines = [
             f"report {self.number} on {count}, {self.why}",
+            *_ended_lines(self.ended),
             *_cause_lines(cause),
             *_stacks(facts, cause),
             *_table(facts),
@@ -62,6 +64,7 @@ class Report:
                 "ways": [[each.worker for each in way] for way in cause.ways],
             },
             "ranks": [each.data() for each in facts],
+            "ended": list(self.ended),
         }
 
 
@@ -108,6 +111,12 @@ def ranges(numbers: Sequence[int], comma: str = ", ") -> str:
         else:
             found.append([number, number])
     return comma.join(f"{first}" if first == last else f"{first}-{last}" for first, last in found)
+
+
+def _ended_lines(ranks: Sequence[int]) -> list[str]:
+    if not ranks:
+        return []
+    return [f"  rank {ranks[0]} has ended" if len(ranks) == 1 else f"  ranks {ranges(ranks)} have ended"]
 
 
 def _cause_lines(cause: Cause) -> list[str]:

@@ -50,14 +50,19 @@ class Reports:
         say: Callable[[str], None],
         clock: Callable[[], float],
         directory: str | None,
+        ended: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """``ask`` sends a `TakeReport` with this number to all agents. ``directory`` is --report-dir."""
+        """``ask`` sends a `TakeReport` with this number to all agents. ``directory`` is --report-dir.
+
+        ``ended`` returns the ranks that have ended, of which a report has only the number.
+        """
         self._ask = ask
         self._running = running
         self._worker = worker
         self._say = say
         self._clock = clock
         self._directory = directory
+        self._ended = ended
         self._has_failed = False
         self._number = 0
         self._began_at: float | None = None
@@ -144,7 +149,8 @@ class Reports:
 
     def _finish(self) -> None:
         assert self._began_at is not None, "it was begun"
-        report = Report(self._number, self._why, list(self._facts.values()), self._clock() - self._began_at)
+        took_s = self._clock() - self._began_at
+        report = Report(self._number, self._why, list(self._facts.values()), took_s, sorted(self._ended()))
         self._began_at = None
         text, data = report.text(), report.data()
         if self._is_shown:

@@ -214,6 +214,14 @@ class Machine:
         self.run("ip", "route", "add", "unreachable", "default", "table", "77")
         self.run("ip", "rule", "add", "to", address, "ipproto", "tcp", "lookup", "77")
 
+    def reset_connections_to(self, address: str) -> None:
+        """Makes each TCP connection from here to ``address`` be refused by a reset, as where nobody listens.
+
+        The address leads to this machine itself.
+        """
+        self.run("ip", "route", "add", "local", "default", "dev", "lo", "table", "78")
+        self.run("ip", "rule", "add", "to", address, "ipproto", "tcp", "lookup", "78")
+
     def replace(self, path: Path, other: Path) -> None:
         """Makes ``other`` appear at ``path`` on this machine only."""
         self.run("mount", "--bind", str(other), str(path))

@@ -46,14 +46,15 @@ print("end", hvd.size(), sizes, flush=True)
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("way", ["new host to old one", "old host to new one"])
+@pytest.mark.parametrize("way", ["new host to old one", "old host to new one", "new host to old one, by a reset"])
 def test_a_new_host_whose_connections_are_refused_is_given_up_and_named_and_the_others_go_on(
     make_lan, launch, tmp_path, way
 ):
     lan = make_lan("b", "c")
-    old, new = lan.hosts if way == "new host to old one" else reversed(lan.hosts)
+    old, new = reversed(lan.hosts) if way == "old host to new one" else lan.hosts
     # Of two hosts, gloo connects from the one with the greater address, so one direction is enough.
-    lan.hosts[1].reject_connections_to(lan.hosts[0].address)
+    refuse = lan.hosts[1].reset_connections_to if "reset" in way else lan.hosts[1].reject_connections_to
+    refuse(lan.hosts[0].address)
     hosts = tmp_path / "hosts"
     hosts.write_text(f"{old.spec}:2\n")
     env = {"HOSTS": str(hosts), "NEW_HOSTS": f"{old.spec}:2\n{new.spec}:1\n"}

@@ -161,16 +161,20 @@ def test_a_job_that_stalls_is_reported_without_being_asked(hung):
 def test_sigquit_has_a_program_that_knows_nothing_of_hvdlite_reported_by_its_processes(launch, tmp_path):
     there = tmp_path / "there"
     ignored = signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # as in a script's background job
-    job = launch("-np", "2", "--grace", "0", "sh", "-c", f"touch {there}.$HVDLITE_RANK; sleep 1000")
+    program = f"[ $HVDLITE_RANK = 2 ] && exit; touch {there}.$HVDLITE_RANK; sleep 1000"
+    job = launch("-np", "3", "--grace", "0", "--verbose", "sh", "-c", program)
     signal.signal(signal.SIGQUIT, ignored)
     wait_until(lambda: len(list(tmp_path.glob("there.*"))) == 2, PATIENCE_S)
+    while b"rank 2 ended with exit code 0" not in (line := job.process.stderr.readline()):
+        assert line, "the job ended before rank 2 was seen to end"
     job.launcher().send_signal(signal.SIGQUIT)
     code, out, _ = launch("--report", str(job.launcher().pid)).ended(PATIENCE_S)
     assert code == 0
     assert b"it has not called hvd.init() in any worker" in out
+    assert b"\n  rank 2 has ended\n" in out
     job.process.send_signal(signal.SIGTERM)
     _, _, err = job.ended(PATIENCE_S)
-    assert b"report 1 on 2 ranks, asked for by SIGQUIT" in err
+    assert b"report 1 on 2 ranks, asked for by SIGQUIT\n  rank 2 has ended\n" in err
     job.assert_gone()
 
 

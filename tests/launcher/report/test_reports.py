@@ -15,6 +15,7 @@ class Job:
     def __init__(self, workers: int = 2, directory: str | None = None) -> None:
         self.now_s = 0.0
         self.running = set(range(workers))
+        self.ended: list[int] = []
         self.asked: list[int] = []
         self.said: list[str] = []
         self.answers: list[tuple[str, object]] = []
@@ -25,6 +26,7 @@ class Job:
             say=self.said.append,
             clock=lambda: self.now_s,
             directory=directory,
+            ended=lambda: self.ended,
         )
 
     def come(self, *workers: int, number: int = 1) -> Job:
@@ -61,6 +63,19 @@ def test_a_worker_that_ends_meanwhile_is_not_waited_for():
     job = Job().quit().come(0)
     job.reports.on_exit(1)
     assert job.said[0].startswith("report 1 on 1 rank,")
+
+
+def test_ranks_that_have_ended_are_named():
+    job = Job(workers=1).ask()
+    job.ended = [2]
+    text, data = job.come(0).answers[0]
+    assert text.splitlines()[:2] == [
+        "report 1 on 1 rank, asked for by hvdlite-run --report or --diagnose",
+        "  rank 2 has ended",
+    ]
+    assert data["ended"] == [2]
+    job.ended = [3, 1, 2]
+    assert job.ask().come(0, number=2).answers[1][0].splitlines()[1] == "  ranks 1-3 have ended"
 
 
 def test_who_asks_gets_the_report_and_the_screen_does_not():
