@@ -36,6 +36,8 @@ class Tolerance:
         self._codec = max((of for word, of in _OF_CODEC.items() if word in compression and hosts > 1), default=0.0)
         self._least = _LEAST_HALVES if "fp16" in compression else 1e-300
         self._frees = bool(wrapped.option("step_on_arrival"))
+        # The largest first step, in learning rates: RMSprop's is 1 / sqrt(1 - alpha).
+        self._first_step = 10 if wrapped.kind == "RMSprop" else 1
         self._dtypes: set[torch.dtype] = set()
         self._largest: dict[str, float] = {}
         # With a codec numbers share a scale, and what rounding has taken from earlier steps is added.
@@ -69,7 +71,7 @@ class Tolerance:
         # With step_on_arrival gradients are gone after the step, and were not compared.
         others = [_OF_DTYPE[dtype] for dtype in self._dtypes] if self._frees else []
         # A gradient that rounding takes away is then a whole step less, where steps do not depend on its size.
-        lost = 4 * rate if self._frees and max([self._wire, self._codec, *others]) > 1e-4 else 0.0
+        lost = 4 * self._first_step * rate if self._frees and max([self._wire, self._codec, *others]) > 1e-4 else 0.0
         size = float(param.detach().abs().nan_to_num(0, 0, 0).max()) if param.numel() else 0.0
         return (
             max(_OF_DTYPE[param.dtype], self._wire, min(self._codec, 1e9), *others) * (size + 10 * rate) + lost + 1e-300
