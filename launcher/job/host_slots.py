@@ -8,12 +8,14 @@ It has no clock: the caller passes the time, which never goes back, as ``now_s``
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..plan.elastic_spec import OnFailure, Policy
 
 _MOST_DOUBLINGS = 30  # of a cooldown, whose length is a float
+_MOST_DOUBLINGS_OF_REST = 2
 
 
 @dataclass(frozen=True, order=True)
@@ -36,6 +38,8 @@ class _Host:
     barred_until_s: float = -math.inf
     # By slot: when its workers have failed, within the window.
     failed_at_s: dict[int, list[float]] = field(default_factory=dict)
+    # By slot: how many of the last workers in a row have failed before they were ranks.
+    never_ranks: Counter[int] = field(default_factory=Counter)
 
     @property
     def is_usable(self) -> bool:
@@ -45,8 +49,13 @@ class _Host:
 class HostSlots:
     """The hosts by their labels. Those that were found first are filled first."""
 
-    def __init__(self, policy: Policy, jitter: Callable[[], float]) -> None:
-        """``jitter`` draws a number from 0 to 1, for cooldowns."""
+    def __init__(self, policy: Policy, jitter: Callable[[], float], rest_s: float) -> None:
+        """``jitter`` draws a number from 0 to 1, for cooldowns.
+
+        A slot whose worker has failed before it was a rank rests for ``rest_s``, then twice, then four times as long.
+        So a command that cannot be started for a moment does not use up all restarts in that moment.
+        """
+        self._rest_s = rest_s
         self._cooldown_s = policy.cooldown_s
         self._jitter = jitter
         # How many workers may fail in a slot within the window before it stays empty.
@@ -54,6 +63,7 @@ class HostSlots:
         self._max_failures = policy.max_restarts if is_refilled else 0
         self._window_s = policy.restart_window_s if is_refilled else math.inf
         self._hosts: dict[str, _Host] = {}
+        self._now_s = -math.inf
 
     def found(self, hosts: Mapping[str, int]) -> None:
         """Sets the hosts that there are now, and the number of slots of each."""
@@ -67,9 +77,12 @@ class HostSlots:
     def count_failure(self, host: str) -> None:
         self._hosts.setdefault(host, _Host()).failures += 1
 
-    def count_failed_worker(self, place: Place, now_s: float) -> None:
+    def count_failed_worker(self, place: Place, now_s: float, *, was_rank: bool) -> None:
         self.count_failure(place.host)
-        self._hosts[place.host].failed_at_s.setdefault(place.slot, []).append(now_s)
+        host = self._hosts[place.host]
+        host.failed_at_s.setdefault(place.slot, []).append(now_s)
+        host.never_ranks[place.slot] = 0 if was_rank else host.never_ranks[place.slot] + 1
+        self._now_s = now_s
 
     def bar(self, host: str, now_s: float) -> None:
         """Excludes a host until its cooldown is over, which doubles with each failure; without a cooldown, for ever."""
@@ -81,7 +94,8 @@ class HostSlots:
             record.barred_until_s = now_s + min(high_s, longer_s + self._jitter() * low_s)
 
     def forget(self, now_s: float) -> None:
-        """Forgets cooldowns that are over, and failures before the window."""
+        """Forgets cooldowns and rests that are over, and failures before the window."""
+        self._now_s = now_s
         since_s = now_s - self._window_s
         for host in self._hosts.values():
             if host.barred_until_s <= now_s:
@@ -90,8 +104,14 @@ class HostSlots:
             host.failed_at_s = {slot: times for slot, times in recent.items() if times}
 
     def next_change_s(self) -> float | None:
-        """Returns when the next cooldown is over, or the next slot may be filled again."""
+        """Returns when the next cooldown or rest is over, or the next slot may be filled again."""
         changes = [host.barred_until_s for host in self._hosts.values() if host.slots]
+        changes += [
+            self._rests_until_s(Place(label, slot))
+            for label, host in self._hosts.items()
+            for slot in host.failed_at_s
+            if slot < host.slots and self.rests(Place(label, slot))
+        ]
         changes += [
             self.filled_again_s(Place(label, slot))
             for label, host in self._hosts.items()
@@ -127,6 +147,17 @@ class HostSlots:
     def filled_again_s(self, place: Place) -> float:
         """Returns when a slot in which too many have failed may be filled again."""
         return self._hosts[place.host].failed_at_s[place.slot][-1 - self._max_failures] + self._window_s
+
+    def rests(self, place: Place) -> bool:
+        """Whether a slot gets its next worker a little later, as the last one has failed before it was a rank."""
+        return self._now_s < self._rests_until_s(place)
+
+    def _rests_until_s(self, place: Place) -> float:
+        host = self._hosts[place.host]
+        times, count = host.failed_at_s.get(place.slot), host.never_ranks[place.slot]
+        if not times or not count:
+            return -math.inf
+        return times[-1] + self._rest_s * 2.0 ** min(count - 1, _MOST_DOUBLINGS_OF_REST)
 
     def may_fill(self, place: Place) -> bool:
         """Whether a worker may be started in a slot of a usable host: not where too many have failed."""

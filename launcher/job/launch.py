@@ -53,7 +53,7 @@ from .late_start import LateStart
 from .launcher_stdin import Stdin, echoes
 from .live_view import LiveView, make_view
 from .log_events import LogEvents
-from .membership import Membership
+from .membership import REST_S, Membership
 from .metrics import METRICS_EACH_S, Metrics
 from .output_files import OutputFiles
 from .progress import JobProgress
@@ -304,7 +304,7 @@ def _start_elastic(
     ending = _ending(job, roster, agents, screen, log)
     hosts = ElasticHosts(agents, start_timeout_s=job.start_timeout_s, say=screen.say)
     policy, chaos = job.elastic.policy, job.elastic.chaos
-    membership = Membership(policy, random.random)
+    membership = Membership(policy, random.random, REST_S)
     faults = ChaosFaults(chaos or ChaosSpec(), policy.first_np)
     judgement = ElasticJob(
         membership,

@@ -24,6 +24,8 @@ from .host_slots import HostSlots, Place
 
 # After this time the user is told for which workers of the last generation the next one waits.
 _TELL_OF_LATE_S = 60.0
+# Of `Membership`, in a job: how long a slot rests after a worker has failed there before it was a rank.
+REST_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -149,10 +151,10 @@ class _Wait:
 class Membership:
     """The workers and generations of a job. Methods take an event and return actions; ``now_s`` never goes back."""
 
-    def __init__(self, policy: Policy, jitter: Callable[[], float] = lambda: 0.0) -> None:
-        """``jitter`` draws a number from 0 to 1, for cooldowns."""
+    def __init__(self, policy: Policy, jitter: Callable[[], float] = lambda: 0.0, rest_s: float = 0.0) -> None:
+        """``jitter`` draws a number from 0 to 1, for cooldowns. ``rest_s``: see `HostSlots`."""
         self._policy = policy
-        self._slots = HostSlots(policy, jitter)
+        self._slots = HostSlots(policy, jitter, rest_s)
         self._workers: dict[int, _Worker] = {}  # those that run
         self._next_worker = 0
         self.current: Generation | None = None
@@ -211,7 +213,7 @@ class Membership:
             return list(self._end(None))
         if gone.is_being_ended:  # for a failure that has been counted
             return self._go_on(now_s)
-        return [*self._count_failure(gone.place, None, now_s), *self._go_on(now_s)]
+        return [*self._count_failure(gone, None, now_s), *self._go_on(now_s)]
 
     def host_lost(self, host: str, why: str, now_s: float) -> list[Action]:
         """A host is lost with all its workers. It gets no new ones until its cooldown is over."""
@@ -277,7 +279,7 @@ class Membership:
         for host, slots in usable.items():
             for slot in range(slots):
                 place = Place(host, slot)
-                if room > 0 and place not in taken and self._slots.may_fill(place):
+                if room > 0 and place not in taken and self._slots.may_fill(place) and not self._slots.rests(place):
                     room -= 1
                     worker = _Worker(self._next_worker, place)
                     self._next_worker += 1
@@ -414,7 +416,7 @@ class Membership:
             each.is_being_ended = True
         yield EndWorkers(tuple(each.number for each in late), f"it {why}", is_failure=True)
         for each in late:
-            yield from self._count_failure(each.place, f"{_names(late)} {why}", now_s)
+            yield from self._count_failure(each, f"{_names(late)} {why}", now_s)
         if not self._is_over:
             yield from self._next_generation(None, now_s)
 
@@ -520,9 +522,10 @@ class Membership:
         barred = ", ".join(self._slots.barred())
         return words + (f"; hosts that get no workers after failures: {barred}" if barred else "")
 
-    def _count_failure(self, place: Place, why: str | None, now_s: float) -> Iterator[Action]:
+    def _count_failure(self, worker: _Worker, why: str | None, now_s: float) -> Iterator[Action]:
         """Applies the policy after a worker has failed; ``why`` is the reason if the job ends."""
-        self._slots.count_failed_worker(place, now_s)
+        place = worker.place
+        self._slots.count_failed_worker(place, now_s, was_rank=worker.since is not None)
         if self._policy.on_failure is OnFailure.STOP and not self._is_over:
             yield from self._end(why)
         elif self._policy.on_failure is OnFailure.BLACKLIST and not self._done:

@@ -28,8 +28,8 @@ KILLED = "worker was killed by SIGKILL"
 class Job:
     """A membership, its clock, and what it has had done: workers that live, and the generations so far."""
 
-    def __init__(self, hosts: dict[str, int], **policy) -> None:
-        self.membership = Membership(Policy(**{"min_np": 1, **policy}))
+    def __init__(self, hosts: dict[str, int], rest_s: float = 0.0, **policy) -> None:
+        self.membership = Membership(Policy(**{"min_np": 1, **policy}), rest_s=rest_s)
         self.now_s = 0.0
         self.actions: list = []
         self.living: dict[int, Place] = {}
@@ -308,6 +308,35 @@ def test_workers_that_were_started_in_time_and_do_not_come_are_not_waited_for_fo
     job = running({"a": 1, "b": 1}, min_np=2, elastic_timeout_s=60).kill(1).ask(0).wait(90).found({"a": 1})
     assert job.over is None, "the worker that is starting may still come back with its host"
     assert "waited 60 s (--elastic-timeout) for at least 2 workers" in job.kill(2).over.why
+
+
+def test_a_slot_rests_a_while_once_its_replacement_has_failed_before_it_was_a_rank_and_longer_after_each():
+    job = running({"a": 2}, rest_s=1.0, max_restarts=6)
+    assert job.kill(1).living == {0: Place("a", 0), 2: Place("a", 1)}, "the first one is replaced at once"
+    rests = []
+    for worker in range(2, 6):
+        assert job.kill(worker).living == {0: Place("a", 0)}
+        rests.append(job.membership.deadline_s() - job.now_s)
+        assert job.wait(rests[-1] - 0.1).living == {0: Place("a", 0)}
+        assert job.wait(0.1).living == {0: Place("a", 0), worker + 1: Place("a", 1)}
+        assert job.membership.deadline_s() is None
+    assert rests == pytest.approx([1, 2, 4, 4])
+    job.ask(6, 0)
+    assert job.generations[-1] == [0, 6]
+    assert len(job.kill(6).living) == 2, "one that was a rank is replaced at once"
+
+
+def test_another_slot_does_not_rest_nor_does_one_that_has_been_removed():
+    job = running({"a": 3}, rest_s=1.0, max_np=2).kill(1).kill(2)
+    assert list(job.living.values()) == [Place("a", 0), Place("a", 2)]
+    job = running({"a": 2}, rest_s=1.0).kill(1).kill(2).found({"a": 1})
+    assert job.membership.deadline_s() is None
+
+
+def test_a_job_with_too_few_workers_waits_for_a_slot_that_rests():
+    job = running({"a": 2}, rest_s=1.0, min_np=2, elastic_timeout_s=60).kill(1).kill(2).ask(0)
+    assert job.over is None
+    assert job.wait(1).ask(3).generations[-1] == [0, 3]
 
 
 def test_a_slot_whose_workers_fail_again_and_again_stays_empty():
