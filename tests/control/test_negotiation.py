@@ -377,6 +377,19 @@ def test_a_circle_over_three_process_sets_is_one_error_for_all_three_ranks():
     one_error(play.after(SETTLING_S), [0, 1, 2])
 
 
+def test_ranks_that_come_into_circles_later_are_told_only_once_messages_on_their_way_could_arrive():
+    play = Play(4)
+    for rank, name in enumerate("abcd"):
+        if rank == 2:
+            play.after(0.0)
+            play.now_s = 0.75 * SETTLING_S
+        pair = rank // 2
+        play.call(rank, name, members=(2 * pair, 2 * pair + 1), set_id=1 + pair)
+    play.after(0.0)
+    assert play.after(0.5 * SETTLING_S) == []
+    one_error(play.after(0.5 * SETTLING_S), [0, 1, 2, 3])
+
+
 @pytest.mark.parametrize(("ended_normally", "error"), [(True, "CommunicationError"), (False, "PeerLostError")])
 def test_a_rank_that_ends_is_named_to_those_that_wait_for_it_and_to_those_that_come_later(ended_normally, error):
     play = Play(3)

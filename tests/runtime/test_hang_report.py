@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -30,7 +31,7 @@ class Store:
 class Reporter:
     """A reporter in the current directory, of a process that has waited for 100 s."""
 
-    def __init__(self, describe_briefly=lambda: {"rank": 0}) -> None:
+    def __init__(self, describe_briefly=lambda: {"rank": 0}, waited_s=lambda: 100.0) -> None:
         self.store = Store()
         self.reporter = HangReporter(
             ".",
@@ -38,7 +39,7 @@ class Reporter:
             self.store,
             describe=dict,
             describe_briefly=describe_briefly,
-            waited_s=lambda: 100.0,
+            waited_s=waited_s,
             warn_after_s=60.0,
         )
 
@@ -71,6 +72,26 @@ def test_a_rank_that_is_asked_all_the_time_tells_all_the_same_that_it_has_waited
         reporter.ask()
         reporter.ask()
         assert reporter.store.requests == [StoreRequest.STALLED]
+    finally:
+        reporter.close()
+
+
+def test_each_wait_that_takes_too_long_is_told_once(monkeypatch):
+    monkeypatch.setattr(hang_report, "_LOOKS_EACH_S", 0.01)
+    looks = iter([59.0, 60.0, 61.0, 62.0, 1.0, 70.0, 71.0])
+    all_seen = threading.Event()
+
+    def waited_s() -> float:
+        found = next(looks, None)
+        if found is None:
+            all_seen.set()
+            return 72.0
+        return found
+
+    reporter = Reporter(waited_s=waited_s)
+    try:
+        assert all_seen.wait(60)
+        assert reporter.store.requests == [StoreRequest.STALLED] * 2
     finally:
         reporter.close()
 

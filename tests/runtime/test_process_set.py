@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -93,6 +95,19 @@ def test_sets_are_added_and_removed_again_and_again_and_numbers_are_never_used_t
     assert run_worlds(3, rank) == [[1, 2, 3]] * 3
 
 
+def test_nothing_keeps_the_group_of_a_set_that_was_removed():
+    def rank(own: int) -> bool:
+        process_set = hvd.add_process_set([0, 2])
+        group = weakref.ref(process_set.membership().group) if process_set.included() else lambda: None
+        if process_set.included():
+            hvd.allgather_object(own, process_set=process_set)
+        hvd.remove_process_set(process_set)
+        gc.collect()
+        return group() is None
+
+    assert run_worlds(3, rank) == [True] * 3
+
+
 def test_the_set_of_all_ranks_is_not_removed_and_neither_is_one_that_was_never_added():
     def rank(own: int) -> Any:
         return hvd.remove_process_set(hvd.global_process_set), hvd.remove_process_set(hvd.ProcessSet([0]))
@@ -100,7 +115,6 @@ def test_the_set_of_all_ranks_is_not_removed_and_neither_is_one_that_was_never_a
     assert run_worlds(2, rank) == [(False, False)] * 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [

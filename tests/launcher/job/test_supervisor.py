@@ -51,10 +51,29 @@ def says(worker, words=b"why\n", stream="stderr"):
     return Output(worker, stream, words)
 
 
+class Alarms:
+    """An observer that is to be called at some times, and notes when it was."""
+
+    def __init__(self, *at_s):
+        self._at_s = list(at_s)
+        self.called_at_s = []
+        self.clock = None
+
+    def on_event(self, event):
+        pass
+
+    def time_left_s(self):
+        return self._at_s[0] - self.clock() if self._at_s else None
+
+    def time_passes(self):
+        self._at_s.pop(0)
+        self.called_at_s.append(self.clock())
+
+
 class Played:
     """Runs the supervisor over a script: its outcome, the signals that it sent and when, and what it showed."""
 
-    def __init__(self, *script, hosts=TWO, grace=GRACE, workers=None):
+    def __init__(self, *script, hosts=TWO, grace=GRACE, workers=None, observers=()):
         self.signals = []
         self.shown = []
         self.said = []
@@ -85,8 +104,18 @@ class Played:
             clock=lambda: self._now,
             directory=None,
         )
+        for each in observers:
+            each.clock = lambda: self._now
         supervisor = Supervisor(
-            judgement, ending, roster, reports, send_input=self._send, stdin=self, screen=self, log=lambda text: None
+            judgement,
+            ending,
+            roster,
+            reports,
+            send_input=self._send,
+            stdin=self,
+            screen=self,
+            log=lambda text: None,
+            observers=observers,
         )
         self.outcome = supervisor.run(self)
         assert not self._script, "the loop ended before its script"
@@ -143,6 +172,12 @@ def test_the_first_failure_gives_the_exit_code_and_ends_the_others():
     played = Played(says(1), Exited(1, 3), Exited(0, -15))
     assert played.exit_code == 3
     assert played.signals == [(0, [0], TERM)]
+
+
+def test_of_several_that_are_to_be_called_at_a_time_each_is_called_at_its_own():
+    soon, late = Alarms(1.0, 4.0), Alarms(3.0)
+    Played(TIME_PASSES, TIME_PASSES, TIME_PASSES, Exited(0, 0), Exited(1, 0), observers=[late, soon])
+    assert (soon.called_at_s, late.called_at_s) == ([1.0, 4.0], [3.0])
 
 
 def test_a_worker_that_ends_well_early_does_not_end_the_job():
