@@ -24,6 +24,7 @@ PROGRAM = """
 import os, signal, sys
 import torch
 import hvdlite as hvd
+from hvdlite.optim import reducer
 
 hvd.init(process_sets=[hvd.ProcessSet([0, 1])] if "SETS" in os.environ else None)
 worker = int(os.environ["HVDLITE_WORKER"])
@@ -47,21 +48,16 @@ def made(seed=0):
     return torch.nn.Sequential(*layers).double()
 
 
-def with_points(optimizer):
-    reducer = optimizer._reducer
-    finish, complete = reducer._finish_buckets, reducer._complete
+# Also where --chaos can have faults.
+usual_point = reducer.point
 
-    def finish_with_points(*arguments):
-        maybe_die("reduce")
-        finish(*arguments)
-        maybe_die("vote")
 
-    def complete_with_points(end):
-        complete(end)
-        maybe_die("voted")
+def point_of_step(name):
+    usual_point(name)
+    maybe_die({"synchronize": "reduce"}.get(name, name))
 
-    reducer._finish_buckets, reducer._complete = finish_with_points, complete_with_points
-    return optimizer
+
+reducer.point = point_of_step
 
 
 def wrapped(model, **arguments):
@@ -69,7 +65,7 @@ def wrapped(model, **arguments):
     next(iter(model[2].parameters())).register_post_accumulate_grad_hook(lambda _: maybe_die("hook"))
     # Several buckets, of which the first is sent within backward.
     named = model.named_parameters()
-    return with_points(hvd.DistributedOptimizer(optimizer, named_parameters=named, bucket_cap_mb=0.0005, **arguments))
+    return hvd.DistributedOptimizer(optimizer, named_parameters=named, bucket_cap_mb=0.0005, **arguments)
 
 
 def trained(model):
@@ -488,7 +484,7 @@ reductions.AllReduce._sum_where_they_lie = sum_and_maybe_die
 torch.manual_seed(0)
 model = made()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-optimizer = with_points(hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters()))
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 for number in range(9):
     optimizer.zero_grad()
     model(batch(number)).square().mean().backward()
@@ -606,7 +602,7 @@ class Model(torch.nn.Module):
 
 model = Model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-optimizer = with_points(hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters()))
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 for number in range(9):
     optimizer.zero_grad()
     # Which of the two is used depends on the worker, too.

@@ -183,8 +183,8 @@ form = {
 model = made()
 params = list(model.parameters())
 next(iter(model[2].parameters())).register_post_accumulate_grad_hook(lambda _: maybe_die("hook"))
-optimizer = with_points(hvd.DistributedOptimizer(
-    torch.optim.SGD(params, lr=1.0), model.named_parameters(), bucket_cap_mb=0.0005, compression=form))
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(params, lr=1.0), model.named_parameters(), bucket_cap_mb=0.0005, compression=form)
 
 
 def flat():

@@ -22,6 +22,7 @@ import json, os, signal, sys, types
 import torch
 import hvdlite as hvd
 import hvdlite.elastic
+from hvdlite.optim import reducer
 
 hvd.init()
 worker = int(os.environ["HVDLITE_WORKER"])
@@ -48,15 +49,7 @@ def maybe_die(point):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-finish = optimizer._reducer._finish_buckets
-
-
-def finish_with_points(*arguments):
-    finish(*arguments)
-    maybe_die("vote")
-
-
-optimizer._reducer._finish_buckets = finish_with_points
+reducer.point = maybe_die
 notes = open(os.environ["RESULTS"] + f"/{worker}", "w")
 
 
