@@ -194,9 +194,9 @@ def sizes_of(dtype: torch.dtype) -> list[int]:
     return [0, 1, 2, 77, *(edge + more for edge in edges for more in (-1, 0, 1)), 3 * edges[1] + 77, 4 * edges[1]]
 
 
-def check_sizes(size: int, dtype: torch.dtype, op: Any) -> None:
+def check_sizes(size: int, dtype: torch.dtype, op: Any, numels: list[int] | None = None) -> None:
     def on_rank(engine: ShmEngine) -> None:
-        for numel in sizes_of(dtype):
+        for numel in numels or sizes_of(dtype):
             terms = [values_of(dtype, numel, rank) for rank in range(engine.size)]
             # All are integers, or so few that torch adds them in this order too.
             expected = reduce(torch.add, terms)
@@ -208,6 +208,10 @@ def check_sizes(size: int, dtype: torch.dtype, op: Any) -> None:
                 tensor.fill_(engine.rank)
 
     run_engines(size, on_rank)
+
+
+def test_wherever_tensors_lie_each_rank_has_the_whole_sum() -> None:
+    check_sizes(3, torch.float32, Op.SUM, [PAYLOAD_BYTES // 4 + 1, CHUNK_BYTES // 4 + 77])
 
 
 @pytest.mark.slow
