@@ -209,10 +209,12 @@ class Agent:
         if self._job is not None or self._greeting is None:
             raise ProtocolError("the launcher sent StartJob before Greet, or twice")
         self._job = job
+        directory = "the directory for temporary files"
         try:
             self._interface = _interface_for(self._greeting.interface, job.peers)
             self._load.follow(self._interface if job.peers else None)
-            path = job_dir(job.token, job_directory.temporary_directory())
+            directory = job_directory.temporary_directory()
+            path = job_dir(job.token, directory)
             job_directory.clear_abandoned(os.path.dirname(path))
             self._held_dir = job_directory.make(path)
             self._job_dir = path
@@ -220,8 +222,9 @@ class Agent:
             self._cache = Cache(self._send_of_worker, self._started)
             self._relay = Relay(store_socket(path), self._cache, self._selector)
         except OSError as error:
-            why = in_words(error) or str(error)
-            self._channel.send(Refused(f"cannot create the job's directory and a socket in it: {why}", 1))
+            why = in_words(OSError(error.errno, "")) or error.strerror or str(error)
+            what = f"cannot create the job's directory in {directory}, and a socket in it"
+            self._channel.send(Refused(f"{what}: {why}", 1))
             return
         except LauncherError as error:
             self._channel.send(Refused(str(error), 1))

@@ -12,6 +12,7 @@ import errno
 import os
 import stat
 
+_NOT_REGULAR = "it exists, and is not a regular file of yours: give another name"
 _MOST_LINKS = 40  # the kernel's limit
 _DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITE = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -136,13 +137,15 @@ def _create_at(at: int, name: str, path: str) -> int | str:
     except ForeignLinkError:
         raise
     except OSError as error:
+        if error.errno == errno.ENXIO:  # such a pipe, or a socket
+            raise OSError(errno.EEXIST, _NOT_REGULAR, path) from None
         raise OSError(error.errno, os.strerror(error.errno or 0), path) from None
     kind = os.fstat(opened)
     if stat.S_ISREG(kind.st_mode) and _is_ours(kind):
         os.ftruncate(opened, 0)
     elif not stat.S_ISCHR(kind.st_mode):  # allows /dev/null
         os.close(opened)
-        raise OSError(errno.EEXIST, "it exists, and is not a regular file of yours", path)
+        raise OSError(errno.EEXIST, _NOT_REGULAR, path)
     os.set_blocking(opened, True)
     return opened
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import subprocess
@@ -10,8 +11,9 @@ import sys
 import pytest
 from hvdlite_launcher.host.agent import Agent
 from hvdlite_launcher.host.start_workers import Worker
-from hvdlite_launcher.system import process_tree
-from hvdlite_launcher.wire.messages import Exited, InitDone, PeakMemory, Refused, StartJob
+from hvdlite_launcher.system import job_directory, process_tree
+from hvdlite_launcher.version import VERSION
+from hvdlite_launcher.wire.messages import Exited, Greet, InitDone, PeakMemory, Refused, StartJob
 from pidfds import has_pidfds_of_threads
 
 
@@ -131,3 +133,16 @@ def test_a_worker_whose_process_cannot_set_itself_up_is_refused(start, monkeypat
     agent._start({7: {}})
     (refused,) = sent
     assert (refused.worker, refused.exit_code) == (7, 126)
+
+
+def test_where_the_job_s_directory_cannot_be_made_the_place_is_named(start, tmp_path, monkeypatch):
+    def make(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "boot")
+
+    monkeypatch.setattr(job_directory, "temporary_directory", lambda: str(tmp_path))
+    monkeypatch.setattr(job_directory, "make", make)
+    agent, sent = start(token="0123456789abcdef-0")
+    job, agent._job, agent._greeting = agent._job, None, Greet(VERSION, beats=False, count_slots=False, interface=None)
+    agent._prepare(job)
+    why = "no space or no inodes left: see df and df -i, or set TMPDIR to another directory"
+    assert sent == [Refused(f"cannot create the job's directory in {tmp_path}, and a socket in it: {why}", 1)]

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import gc
 import os
+import socket
 import stat
 import tempfile
 from pathlib import Path
@@ -130,10 +131,13 @@ def test_a_file_of_another_user_s_gets_nothing_and_one_with_another_name_stays_a
 def test_what_is_no_file_is_neither_written_nor_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "directory").mkdir()
-    for name, number in (("pipe", errno.ENXIO), ("directory", errno.EISDIR)):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+    for name, number in (("pipe", errno.EEXIST), ("socket", errno.EEXIST), ("directory", errno.EISDIR)):
         with pytest.raises(OSError, match=name) as error:
             create(str(tmp_path / name))
         assert error.value.errno == number
+        assert number == errno.EISDIR or "is not a regular file of yours: give another name" in str(error.value)
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(OSError, match="not a regular file of yours"):
         create(str(tmp_path / "pipe"))
