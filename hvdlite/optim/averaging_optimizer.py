@@ -417,7 +417,7 @@ class AveragingOptimizer(HorovodsAttributes):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Works like PyTorch's, and averages the group's gradients too. Every rank must call it; it waits for all."""
         self._reducer.require_own("optimizer.add_param_group()")
-        self._reducer.require_nothing_pending("add_param_group() was called", "call step() first")
+        self._reducer.settle("add_param_group() was called", "call step() first")
         self._optimizer.add_param_group(param_group)
         try:
             self._follow_groups()

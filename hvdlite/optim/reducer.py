@@ -31,6 +31,7 @@ from ..errors import (
     MismatchError,
 )
 from ..faults import point
+from ..ops.base import compare
 from ..ops.failures import raise_together
 from ..outside_graphs import keep_outside_graphs
 from ..values import shown, whole_number
@@ -53,6 +54,18 @@ class Phase(enum.Enum):
     AVERAGED = "the averages are in the gradients, for the optimizer to use"
     DROPPED = "a spoilt step has ended: its gradients are invalid"
     DISCARDED = "a rank was lost, and all others have discarded the step: its gradients are zeros"
+
+
+class _Pending(enum.Enum):
+    """The complete gradients of a rank that are not synchronized."""
+
+    NOTHING = 0
+    SURPLUS = 1
+    """Those that another optimizer's step has left; see `Reducer._is_surplus`."""
+    DROPPED = 2
+    """The same, which the program has dropped or replaced."""
+    PARTLY_DROPPED = 3
+    OWN = 4
 
 
 class StepMark(NamedTuple):
@@ -379,17 +392,62 @@ class Reducer(WorldPlan):
         all their backward passes stay, and count their passes anew.
         """
         self.follow_world()
+        pending = self._pending()
+        if pending is _Pending.OWN:
+            raise self._is_pending(action, way_out)
+        self._leave_step(drops=pending is not _Pending.NOTHING)
+
+    def settle(self, action: str, way_out: str) -> None:
+        """Does as `require_nothing_pending` for an action that leaves gradients where they are.
+
+        Every rank must call it, and it waits for all. Where there are surplus gradients, all ranks average them, as a
+        step would that follows; it then uses these averages. Raises GradientError on all ranks if one has others
+        pending.
+        """
+        self.follow_world()
+        own = self._pending()
+        everyone = compare(self._ranks, own.value, "looking for gradients that are being averaged")
+        found = [own] if everyone is None else [_Pending(value) for value in everyone]
+        if own is _Pending.OWN:
+            raise self._is_pending(action, way_out)
+        if _Pending.OWN in found:
+            rank = self._ranks.describe_rank(found.index(_Pending.OWN))
+            raise GradientError(f"{action} while gradients of {rank} are being averaged: {way_out} on every rank")
+        if _Pending.PARTLY_DROPPED in found or {_Pending.SURPLUS, _Pending.DROPPED} <= set(found):
+            raise GradientError(
+                f"{action} after some gradients of {self._trace.optimizer} that another optimizer's backward pass had "
+                "left there were dropped, and others not: call zero_grad() on every rank before"
+            )
+        if _Pending.SURPLUS in found:
+            self.synchronize()
+        else:
+            if _Pending.DROPPED in found and not self.is_in_step:
+                self._begin_step()
+            self._leave_step(drops=_Pending.DROPPED in found)
+
+    def _pending(self) -> _Pending:
+        ready = [state for state in self._layout.states.values() if state.ready] if self.is_in_step else []
+        if not ready:
+            return _Pending.NOTHING
+        if not self._is_surplus(self._backwards):
+            return _Pending.OWN
+        dropped = [state.param.grad is not state.held for state in ready]
+        if all(dropped):
+            return _Pending.DROPPED
+        return _Pending.PARTLY_DROPPED if any(dropped) else _Pending.SURPLUS
+
+    def _is_pending(self, action: str, way_out: str) -> GradientError:
+        name = next(state.name for state in self._layout.states.values() if state.ready)
+        return GradientError(f"{action} while gradients are being averaged (the first: {name!r}): {way_out}")
+
+    def _leave_step(self, *, drops: bool) -> None:
+        """Ends a step that has no complete gradients, or of which all ranks drop them."""
         if self.is_in_step:
             weights = self.weights.state
-            ready = next((state for state in self._layout.states.values() if state.ready), None)
-            if ready is not None:
-                if not self._is_surplus(self._backwards):
-                    raise GradientError(
-                        f"{action} while gradients are being averaged (the first: {ready.name!r}): {way_out}"
-                    )
+            if drops:
                 self._discard()
             self._end_step()
-            if ready is None:
+            if not drops:
                 # The next step averages them, so their numbers of samples count in it.
                 self.weights.state = weights
         elif self._deltas is not None:
@@ -452,7 +510,7 @@ class Reducer(WorldPlan):
 
     def consolidate(self, to: int) -> None:
         """Makes the state on global rank ``to`` that of all ranks, until the next step. It waits for all."""
-        self.require_nothing_pending("optimizer.consolidate_state_dict() was called", "call step() first")
+        self.settle("optimizer.consolidate_state_dict() was called", "call step() first")
         links, group = self.connected(), self.connect()
         named = whole_number(to)
         if named not in group.ranks:

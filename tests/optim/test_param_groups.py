@@ -323,6 +323,94 @@ def test_a_parameter_that_comes_back_within_a_step_has_its_residual():
     run_worlds(2, rank)
 
 
+def surplus(group: Group, having: list[int], *, steps: int) -> tuple[list[nn.Parameter], hvd.DistributedOptimizer]:
+    """Returns two parameters and their optimizer, with gradients that another optimizer's pass left on some ranks."""
+    other, params = new(1), [new(1), new(1)]
+    of_other, optimizer = (wrap(group, torch.optim.SGD(each, lr=1.0)) for each in ([other], params))
+    for step in range(steps):
+        optimizer.zero_grad()
+        of_other.zero_grad()
+        own = [(group.rank + 1.0) * param.sum() for param in params] if group.rank in having else []
+        sum([other.sum(), *own]).backward()
+        of_other.step()
+        if step < steps - 1:
+            optimizer.step()
+    return params, optimizer
+
+
+actions = pytest.mark.parametrize("action", ["add_param_group", "consolidate_state_dict"])
+
+
+def take(action: str, optimizer: hvd.DistributedOptimizer) -> None:
+    if action == "add_param_group":
+        optimizer.add_param_group({"params": [new(2)]})
+    else:
+        optimizer.consolidate_state_dict()
+
+
+@actions
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("having", [[0, 1, 2], [0, 2], [1]])
+def test_gradients_that_another_optimizers_pass_has_left_stay_and_are_averaged_once(action, steps, having):
+    def rank(group: Group) -> list[Any]:
+        params, optimizer = surplus(group, having, steps=steps)
+        take(action, optimizer)
+        optimizer.step()
+        return [param.grad.item() for param in params]
+
+    average = sum(each + 1.0 for each in having) / 3
+    assert run_ranks(3, rank) == [[pytest.approx(average)] * 2] * 3
+
+
+@actions
+@pytest.mark.parametrize("having", [[0, 1], [1]])
+def test_those_that_the_program_has_dropped_before_are_not_averaged(action, having):
+    def rank(group: Group) -> list[Any]:
+        params, optimizer = surplus(group, having, steps=2)
+        for param in params:
+            param.grad = None
+        take(action, optimizer)
+        optimizer.step()
+        return [param.grad for param in params]
+
+    assert run_ranks(2, rank) == [[None, None]] * 2
+
+
+@actions
+@pytest.mark.parametrize("dropped", [[(0, 0)], [(0, 0), (1, 0)], [(1, 0), (1, 1)]])
+def test_where_some_were_dropped_and_others_not_it_is_an_error_on_all_ranks(action, dropped):
+    def rank(group: Group) -> list[float]:
+        params, optimizer = surplus(group, [0, 1], steps=2)
+        for place, param in enumerate(params):
+            if (group.rank, place) in dropped:
+                param.grad = None
+        with pytest.raises(hvd.GradientError, match=r"were dropped, and others not: call zero_grad\(\) on every rank"):
+            take(action, optimizer)
+        optimizer.zero_grad()
+        sum(param.sum() for param in params).backward()
+        optimizer.step()
+        return [param.grad.item() for param in params]
+
+    assert run_ranks(2, rank) == [[1.0, 1.0]] * 2
+
+
+@actions
+def test_with_gradients_of_a_step_that_is_to_come_it_is_an_error_on_all_ranks(action):
+    def rank(group: Group) -> str:
+        inner = sgd([new()])
+        optimizer = wrap(group, inner)
+        if group.rank == 1:
+            backward(inner, 1.0)
+        with pytest.raises(hvd.GradientError) as error:
+            take(action, optimizer)
+        optimizer.step()
+        return str(error.value)
+
+    first, second = run_ranks(2, rank)
+    assert f"{action}() was called while gradients of rank 1 (node1) are being averaged: call step() first" in first
+    assert f"{action}() was called while gradients are being averaged (the first: " in second
+
+
 def test_other_parameters_on_the_ranks_are_an_error_that_names_the_cause():
     def rank(group: Group) -> None:
         inner = sgd([new(), new()])
