@@ -15,6 +15,7 @@ _SHORT = {
     errno.ENOSPC: "no space or no inodes left: see df and df -i, or set TMPDIR to another directory",
     errno.EDQUOT: "this user's disk quota is used up: see quota, or set TMPDIR to another directory",
     errno.EROFS: "the file system is read-only: set TMPDIR to another directory",
+    errno.EFBIG: "this process may write no larger files: raise the limit with ulimit -f",
 }
 # The same without the remedy that cannot help where the user has named the path.
 _SHORT_AT_PATH = {

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import secrets
@@ -119,6 +120,8 @@ class Segment:
             except (OSError, ValueError) as error:
                 os.ftruncate(self._fd, offset)
                 reason = getattr(error, "strerror", None) or str(error)
+                if getattr(error, "errno", None) == errno.EFBIG:
+                    reason = "this process may write no larger files: raise the limit with ulimit -f"
                 raise NoMemoryError(
                     f"cannot allocate {length / 2**20:.1f} MiB more in {DIRECTORY} of {_mib_in_all():.1f} MiB: {reason}"
                 ) from error

@@ -41,8 +41,8 @@ def temporary_directory() -> str:
     except OSError:
         places = ", ".join(dict.fromkeys([os.environ.get("TMPDIR") or "/tmp", "/tmp", "/var/tmp"]))
         raise LauncherError(
-            f"no temporary directory can be written (no space, no inodes, or read-only; see df -i): {places}. "
-            "Free space there, or set TMPDIR to another directory"
+            "no temporary directory can be written (no space, no inodes, read-only, or ulimit -f is 0; see df -i): "
+            f"{places}. Free space there, or set TMPDIR to another directory"
         ) from None
 
 

@@ -239,6 +239,17 @@ def test_a_forked_child_that_lets_go_takes_nothing_from_its_parent() -> None:
     assert bool((tensors[0] == 3).all())
 
 
+def test_a_limit_of_the_size_of_files_is_named(monkeypatch) -> None:
+    segment = Segment()
+
+    def refuse(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(NoMemoryError, match=r": this process may write no larger files: .* with ulimit -f$"):
+        segment.allocate(4096)
+
+
 def test_what_is_too_much_is_refused_in_one_line_and_takes_nothing() -> None:
     segment = Segment()
     kept = segment.allocate(4096)
