@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 
-from ..errors import CommunicationError, HvdliteError, PeerLostError, describe_end
+from ..errors import CommunicationError, HvdliteError, PeerLostError, describe_end, lack_of
 
 Result = TypeVar("Result")
 
@@ -61,8 +61,11 @@ class Ends:
         earlier, self._here.operation = getattr(self._here, "operation", None), (label, number)
         try:
             return operation()
-        except HvdliteError:
-            # Raised on every rank, or the consequence of another rank's end.
+        except HvdliteError as error:
+            # Raised on every rank, or the consequence of another rank's end; unless this process has run out of
+            # something.
+            if (lack := lack_of(error)) is not None:
+                self.say_failed(label, number, lack)
             raise
         except BaseException as error:
             self.say_failed(label, number, f"{type(error).__name__}: {error}"[:_MOST_WORDS])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -142,6 +144,19 @@ def test_a_failure_ends_no_wait_of_another_operation():
 
     with pytest.raises(CommunicationError, match=r"^b has failed to open its part: of this one$"):
         ends.run("all", wait)
+
+
+def test_what_a_process_has_run_out_of_is_told_though_its_error_is_one_of_the_librarys_own():
+    ends, said = Ends(), []
+    ends.say_failed = lambda label, number, words: said.append(words)
+    with pytest.raises(CommunicationError):
+        ends.run("all", _lack_files)
+    (words,) = said
+    assert words.startswith("this process has too many open files")
+
+
+def _lack_files() -> None:
+    raise CommunicationError("could not connect") from OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def _differ() -> None:
