@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import copied_ranks
 import few_cases
 import hypothesis
 import pytest
@@ -47,7 +48,7 @@ def _leave_no_world_behind() -> Iterator[None]:
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     """Registers the plugins that are modules of tests/helpers."""
-    for plugin in (few_cases, second_try, stress):
+    for plugin in (copied_ranks, few_cases, second_try, stress):
         pluginmanager.register(plugin)
 
 

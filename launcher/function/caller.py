@@ -32,6 +32,8 @@ _NUMBERS_OF_WORKERS = (
     *("min_np", "min_num_proc", "host_discovery_script"),
 )
 
+_RUNNER = ("-m", "hvdlite_launcher.function.function_runner")
+
 Returned = TypeVar("Returned")
 
 
@@ -189,7 +191,7 @@ def _start_runner(results: int) -> subprocess.Popen[bytes]:
     if path := environment.get("PYTHONPATH"):
         environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
     return subprocess.Popen(
-        [sys.executable, "-m", "hvdlite_launcher.function.function_runner", str(results)],
+        [sys.executable, *_RUNNER, str(results)],
         stdin=subprocess.PIPE,
         bufsize=0,
         pass_fds=(results,),

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,43 +29,6 @@ TEARDOWN_S = 25
 for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_signum) == signal.SIG_IGN:
         signal.signal(_signum, _handler)
-
-
-_HELPERS = Path(__file__).parents[1] / "helpers"
-
-
-class RankServer:
-    """A process that has imported torch, from which ranks of jobs on this machine are forked (`rank_server`)."""
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / "server"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(str(self._path))
-            listener.listen()
-            code = f"__import__('sys').path[0] = {str(_HELPERS)!r}; __import__('rank_server').main({listener.fileno()})"
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[listener.fileno()],
-            )
-
-    def launcher(self) -> tuple[str, ...]:
-        """Returns the arguments by which Python runs hvdlite-run with such ranks."""
-        return str(_HELPERS / "forking_launcher.py"), str(self._path)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-@pytest.fixture(scope="session")
-def rank_server() -> Iterator[RankServer]:
-    with tempfile.TemporaryDirectory(prefix="ranks") as directory:
-        server = RankServer(Path(directory))
-        yield server
-        server.close()
 
 
 class Launch:
@@ -191,10 +153,10 @@ def ready(job: Launch, size: int = 2) -> Launch:
 def launch(request: pytest.FixtureRequest) -> Iterator[Callable[..., Launch]]:
     """Provides ``launch("-np", "2", "true")``, which starts hvdlite-run; kills what still runs after the test.
 
-    ``on`` is the test machine that hvdlite-run is started on, if not this one. With ``copies``, and by default in tests
-    that are marked ``copied_ranks``, ranks that use torch are forked from the rank server.
+    ``on`` is the test machine that hvdlite-run is started on, if not this one. With ``copies``, the default except in
+    tests that are marked ``new_processes``, ranks that use torch are forked from the rank server.
     """
-    by_default = request.node.get_closest_marker("copied_ranks") is not None
+    by_default = request.node.get_closest_marker("new_processes") is None
     launched: list[Launch] = []
     # A job whose directory has too long a path for its sockets makes it elsewhere: `tmp_path` may be too long.
     directory = Path(tempfile.mkdtemp(prefix="job"))
@@ -208,8 +170,8 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Callable[..., Launch]]:
     ) -> Launch:
         tmp = directory / f"tmp{len(launched)}"
         tmp.mkdir()
-        if copies and on is None and sys.platform == "linux":
-            popen.setdefault("program", request.getfixturevalue("rank_server").launcher())
+        if copies and "program" not in popen and sys.platform == "linux":
+            popen["program"] = request.getfixturevalue("rank_server").launcher()
         launched.append(Launch(tmp, arguments, env or {}, on, **popen))
         return launched[-1]
 

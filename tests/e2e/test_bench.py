@@ -17,7 +17,7 @@ from e2e.machines import why_there_are_none
 from hvdlite.bench.namespaces import Hosts
 from hvdlite.bench.workloads import WORKLOADS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.new_processes("measures, and lists the processes of a job")]
 
 BENCH = (sys.executable, "-m", "hvdlite.bench")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}

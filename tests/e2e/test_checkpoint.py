@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.copied_ranks]
+pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import contextlib, hashlib, random, sys

@@ -163,6 +163,7 @@ def test_a_signal_ends_an_elastic_job_and_nothing_is_left(launch, tmp_path):
     job.assert_gone()
 
 
+@pytest.mark.new_processes("it kills the agent and its parent")
 @pytest.mark.night
 def test_the_agent_of_the_only_host_killed_ends_the_job_and_nothing_is_left(launch, tmp_path):
     job = launch("-np", "2", "--min-np", "1", "python", "-c", WORKER, tmp_path)

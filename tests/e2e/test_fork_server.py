@@ -14,7 +14,7 @@ import psutil
 import pytest
 from e2e.conftest import PATIENCE_S, Launch
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.new_processes("how workers start is what these tests are about")]
 
 # Trains nothing until a file DIR/over is there. Each rank says how it was started, and that it is in a generation.
 PROGRAM = """

@@ -27,12 +27,12 @@ except BaseException as error:
 
 
 @pytest.fixture
-def program(launch, tmp_path):
+def program(launch, tmp_path, rank_server):
     """Starts a main program with this text; ``ended`` returns its exit code and output too."""
 
     def start(text, **popen):
         path = tmp_path / "program.py"
-        path.write_text(text)
+        path.write_text(rank_server.line_for_functions() + text.removeprefix("\n"))
         return launch(str(path), program=(), **popen)
 
     return start

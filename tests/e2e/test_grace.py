@@ -105,6 +105,7 @@ def test_the_recipe_of_the_manual_writes_its_checkpoint_however_long_that_takes(
     job.assert_gone()
 
 
+@pytest.mark.new_processes("it counts processes")
 def test_a_scheduler_that_signals_every_process_of_the_job_at_once_cuts_nothing_off(saving):
     job, go_on, saved = saving("--grace", "600", "-np", "2")
     ready(job)
@@ -163,6 +164,7 @@ def test_two_signals_that_are_sent_at_once_as_systemd_does_are_one(saving):
     assert saved.read_text() == "whole"
 
 
+@pytest.mark.new_processes("it counts processes")
 @pytest.mark.night
 def test_a_terminal_that_is_gone_leaves_the_workers_their_time(saving, tmp_path):
     master, terminal = os.openpty()

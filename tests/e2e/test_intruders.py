@@ -310,6 +310,7 @@ def _chosen_trials() -> list[Trial]:
 # ------------------------------------------------------------- who listens
 
 
+@pytest.mark.new_processes("copies have for a moment the sockets of the process that they are forked from")
 @pytest.mark.few(1)
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_nobody_listens_but_where_the_table_says(start, hosts):

@@ -13,6 +13,8 @@ from e2e.conftest import wait_until
 from hvdlite_launcher.plan.worker_environment import OWN_VARIABLES
 from hvdlite_launcher.wire.channel import SILENCE_S
 
+pytestmark = pytest.mark.new_processes("what workers are started with, and which processes there are")
+
 PRINT_ENVIRONMENT = "import os; print(dict(sorted(os.environ.items())))"
 
 

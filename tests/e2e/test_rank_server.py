@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import signal
 import sys
+from functools import partial
 
 import pytest
+from e2e.conftest import assert_clean
 
 pytestmark = pytest.mark.slow
 
@@ -27,27 +31,57 @@ seen = {
     "limits": [resource.getrlimit(each) for each in range(16)],
     "threads": [threading.active_count(), torch.get_num_threads()],
     "stdin": sys.stdin.read(),
-    "command": open("/proc/self/cmdline").read(),
+    "bytecode": sys.dont_write_bytecode,
+    "streams": [
+        [repr(each.buffer), each.name, each.mode, each.encoding, each.errors, each.line_buffering, each.write_through]
+        for each in (sys.stdout, sys.stderr)
+    ],
+    "host": os.uname().nodename,
+    "memory": sorted(os.listdir("/dev/shm")),
+        "command": open("/proc/self/cmdline").read(),
 }
 print(json.dumps([is_copy, random.random(), torch.rand(1).item(), seen]))
 raise SystemExit(5)
 """
 
 
-def test_the_program_of_a_copy_sees_and_does_what_that_of_a_new_process_does(launch, tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    told = []
-    for new in (False, True):
-        (tmp_path / "input").write_text("typed")
-        with open(tmp_path / "input") as file:
-            words = ("-np", "1", sys.executable, "program.py", "--flag", "ü x")
-            code, out, err = launch(*words, copies=not new, cwd=tmp_path, stdin=file).ended()
-        assert code == 5, err
-        told.append(json.loads(out.decode().removeprefix("[0]<stdout>:")))
-    (is_copy, *drawn, seen), (is_other_copy, *other_drawn, other_seen) = told
+def read_by(job):
+    code, out, err = job.ended()
+    assert code == 5, err
+    return json.loads(out.decode().removeprefix("[0]<stdout>:"))
+
+
+def assert_same(by_copy, by_new_process):
+    (is_copy, *drawn, seen), (is_other_copy, *other_drawn, other_seen) = by_copy, by_new_process
     assert (is_copy, is_other_copy) == (True, False)
     assert seen == other_seen
     assert all(value != other for value, other in zip(drawn, other_drawn, strict=True))
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_the_program_of_a_copy_sees_and_does_what_that_of_a_new_process_does(launch, tmp_path, is_set, request):
+    importlib.import_module("torch._dynamo")  # which sets a variable here, as other tests do
+    if not is_set:  # as where a script's background job runs the tests
+        request.addfinalizer(partial(signal.signal, signal.SIGQUIT, signal.signal(signal.SIGQUIT, signal.SIG_IGN)))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "input").write_text("typed")
+    env = dict.fromkeys(("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"), "1" if is_set else "")
+    told = []
+    for copies in (True, False):
+        with open(tmp_path / "input") as file:
+            words = ("-np", "1", sys.executable, "program.py", "--flag", "ü x")
+            told.append(read_by(launch(*words, copies=copies, cwd=tmp_path, stdin=file, env=env)))
+    assert_same(*told)
+
+
+def test_so_does_that_of_a_copy_on_another_host(launch, make_lan, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    lan = make_lan("a")
+    words = ("-H", "a", sys.executable, "program.py")
+    told = [read_by(launch(*words, copies=copies, cwd=tmp_path, on=lan.desk)) for copies in (True, False)]
+    assert_same(*told)
+    assert told[0][-1]["host"] == "a"
+    assert_clean(lan)
 
 
 @pytest.mark.parametrize(

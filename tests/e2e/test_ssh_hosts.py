@@ -283,6 +283,7 @@ def rank_of(pid):
 # -------------------------------------------------------------------- secrets
 
 
+@pytest.mark.new_processes("it says of each process what is seen of it")
 def test_nothing_of_the_environment_s_secrets_is_seen_but_by_the_workers(launch, make_lan):
     lan = make_lan("a", "b")
     secret, token = (f"secret-{uuid.uuid4()}" for _ in range(2))
@@ -448,6 +449,7 @@ def test_with_known_hosts_a_host_that_a_script_adds_is_refused_and_the_job_goes_
     assert job.ended()[0] == 0, said.read_text()
 
 
+@pytest.mark.new_processes("a host lacks a part of what starts an agent")
 def test_a_host_without_hvdlite_is_named_with_what_to_do(launch, make_lan):
     lan = make_lan("a", "b")
     lan.hosts[1].hide(Path(hvdlite_launcher.__file__).parent)
@@ -457,6 +459,7 @@ def test_a_host_without_hvdlite_is_named_with_what_to_do(launch, make_lan):
     )
 
 
+@pytest.mark.new_processes("a host lacks a part of what starts an agent")
 @pytest.mark.night
 def test_a_host_without_the_launchers_python_is_told_which_path_is_missing(launch, make_lan):
     lan = make_lan("a", "b")
@@ -465,6 +468,7 @@ def test_a_host_without_the_launchers_python_is_told_which_path_is_missing(launc
     assert re.search(rf"^hvdlite-run: b: .*there is no {sys.executable} on that host", err, re.MULTILINE), err
 
 
+@pytest.mark.new_processes("a host lacks a part of what starts an agent")
 def test_a_host_with_another_version_is_named_with_both(launch, make_lan, tmp_path):
     lan = make_lan("a", "b")
     own = Path(hvdlite_launcher.__file__).parent

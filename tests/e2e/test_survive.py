@@ -784,7 +784,7 @@ def test_a_replacement_joins_at_a_commit_with_the_state_of_the_others(launch, tm
     survivors, out, err = survivors_of(launch, tmp_path, GROWS_AGAIN, "1:4:reduce", flags=flags)
     assert survivors.keys() == {0, 2, 3}
     assert "worker 3 joins as rank 2" in err
-    assert "sizes (3, 3) (3, 2) (2, 2)" in out
+    assert re.search(r"sizes \(3, 3\) \(3, 2\) (\(2, 2\) )?\(2, 3\)", out), out
     first, *others = survivors.values()
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
     assert "going back to the last commit" not in err

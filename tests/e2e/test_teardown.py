@@ -17,7 +17,10 @@ from long_run import trials
 
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt orphans")
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.new_processes("any process of a job is killed, and each that is left is found"),
+]
 
 TIMES = pytest.mark.parametrize("time", range(trials(1, 3)), ids="try{}".format)
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from e2e.victims import run_plainly
 
-pytestmark = [pytest.mark.slow, pytest.mark.copied_ranks]
+pytestmark = pytest.mark.slow
 
 ONE_FAILS = """
 import torch

@@ -12,7 +12,7 @@ import pytest
 from e2e.machines import why_there_are_none
 from long_run import chosen
 
-pytestmark = [pytest.mark.slow, pytest.mark.copied_ranks]
+pytestmark = pytest.mark.slow
 
 
 def program(tmp_path, body: str):

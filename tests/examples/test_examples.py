@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import psutil
 import pytest
+from copied_ranks import RankServer
 from long_run import chosen
 
 pytest.importorskip("tqdm")
@@ -23,12 +25,6 @@ EXAMPLES = ROOT / "examples"
 WAYS = ["by hand", "sum", "DDP", "Horovod", "hvdlite"]
 
 Done = subprocess.CompletedProcess
-
-
-def run(example: str, *args: object, ranks: int | None = None) -> Done[str]:
-    """Returns the output of the example, under hvdlite-run with this many ranks, or without it."""
-    launcher = [] if ranks is None else ["-m", "hvdlite_launcher", "-np", str(ranks), sys.executable]
-    return run_words(*launcher, f"examples/{example}", *map(str, args))
 
 
 def run_words(*words: str) -> Done[str]:
@@ -44,6 +40,23 @@ def start_words(*words: str) -> subprocess.Popen[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     argv = [sys.executable, *words]
     return subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def hvdlite_run(rank_server: RankServer) -> list[str]:
+    """Provides Python's arguments for hvdlite-run, whose ranks start at once."""
+    return [*rank_server.launcher()]
+
+
+@pytest.fixture
+def run(hvdlite_run: list[str]) -> Callable[..., Done[str]]:
+    """Provides a function that returns the output of an example, on this many ranks, or without hvdlite-run."""
+
+    def run_example(example: str, *args: object, ranks: int | None = None) -> Done[str]:
+        launcher = [] if ranks is None else [*hvdlite_run, "-np", str(ranks), sys.executable]
+        return run_words(*launcher, f"examples/{example}", *map(str, args))
+
+    return run_example
 
 
 def wait_for_line(job: subprocess.Popen[str], pattern: str, *, stream: str = "stdout") -> re.Match[str]:
@@ -88,7 +101,7 @@ def accuracy_of(done: Done[str]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_digits_are_learned_on_two_ranks_and_plotted(tmp_path: Path) -> None:
+def test_digits_are_learned_on_two_ranks_and_plotted(run: Callable[..., Done[str]], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "digits.png"
     done = run("digits.py", "--plot", picture, "--min-accuracy", 0.97, ranks=2)
@@ -107,7 +120,7 @@ def test_digits_are_learned_on_two_ranks_and_plotted(tmp_path: Path) -> None:
 
 @pytest.mark.night
 @pytest.mark.slow
-def test_digits_run_on_three_ranks_with_gradients_in_half_precision() -> None:
+def test_digits_run_on_three_ranks_with_gradients_in_half_precision(run: Callable[..., Done[str]]) -> None:
     done = run("digits.py", "--epochs", 8, "--batch-size", 24, "--lr", 0.04, "--fp16-allreduce", ranks=3)
     require_clean(done)
     assert accuracy_of(done) >= 93.0
@@ -115,7 +128,7 @@ def test_digits_run_on_three_ranks_with_gradients_in_half_precision() -> None:
 
 
 @pytest.mark.slow
-def test_digits_alone_say_that_the_accuracy_was_not_reached() -> None:
+def test_digits_alone_say_that_the_accuracy_was_not_reached(run: Callable[..., Done[str]]) -> None:
     done = run("digits.py", "--epochs", 1, "--min-accuracy", 0.999)
     assert done.returncode == 1
     assert "after 1 epoch on 1 rank" in done.stdout
@@ -124,14 +137,14 @@ def test_digits_alone_say_that_the_accuracy_was_not_reached() -> None:
 
 
 @pytest.mark.slow
-def test_an_accuracy_that_was_not_reached_is_the_exit_code_of_the_launcher() -> None:
+def test_an_accuracy_that_was_not_reached_is_the_exit_code_of_the_launcher(run: Callable[..., Done[str]]) -> None:
     done = run("digits.py", "--epochs", 1, "--min-accuracy", 0.999, ranks=2)
     assert done.returncode == 1
     assert re.search(r"rank 0 .*exit code 1", done.stderr), "the rank that says why is the one reported"
 
 
 @pytest.mark.slow
-def test_digits_refuse_a_plot_where_there_is_no_directory(tmp_path: Path) -> None:
+def test_digits_refuse_a_plot_where_there_is_no_directory(run: Callable[..., Done[str]], tmp_path: Path) -> None:
     done = run("digits.py", "--plot", tmp_path / "nowhere" / "digits.png")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith(f"argument --plot: there is no directory {tmp_path / 'nowhere'}")
@@ -143,9 +156,9 @@ def test_digits_refuse_a_plot_where_there_is_no_directory(tmp_path: Path) -> Non
 @pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("is_first", [True, False])
-def test_digits_are_learned_though_a_worker_is_killed(is_first: bool) -> None:
+def test_digits_are_learned_though_a_worker_is_killed(hvdlite_run: list[str], is_first: bool) -> None:
     program = [sys.executable, "examples/elastic.py", "--min-accuracy", "0.97", "--epochs", "200"]
-    with start_words("-m", "hvdlite_launcher", "--min-np", "1", "--max-np", "2", *program) as job:
+    with start_words(*hvdlite_run, "--min-np", "1", "--max-np", "2", *program) as job:
         # In a pipe a bar is a line every five seconds, so this is some epoch but the first few and the last ones.
         epoch = r"(?:[5-9]|\d\d|1[0-7]\d)/200"
         bar = wait_for_line(job, rf"\[0\]<stderr>:training on 2 ranks \(pid (\d+)\).* {epoch}", stream="stderr")
@@ -195,7 +208,9 @@ def idx(array: np.ndarray) -> bytes:
         few=[(2, ["--amp", "--fp16-allreduce"]), (None, [])],
     ),
 )
-def test_mnist_is_learned_from_its_files(mnist_dir: Path, ranks: int | None, flags: list[str]) -> None:
+def test_mnist_is_learned_from_its_files(
+    run: Callable[..., Done[str]], mnist_dir: Path, ranks: int | None, flags: list[str]
+) -> None:
     pytest.importorskip("torchvision")
     done = run("mnist.py", "--data-dir", mnist_dir, "--epochs", 4, "--batch-size", 16, *flags, ranks=ranks)
     require_clean(done)
@@ -208,7 +223,9 @@ def test_mnist_is_learned_from_its_files(mnist_dir: Path, ranks: int | None, fla
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [None, 2])
-def test_mnist_says_in_one_line_what_to_do_without_data(tmp_path: Path, ranks: int | None) -> None:
+def test_mnist_says_in_one_line_what_to_do_without_data(
+    run: Callable[..., Done[str]], tmp_path: Path, ranks: int | None
+) -> None:
     pytest.importorskip("torchvision")
     done = run("mnist.py", "--data-dir", tmp_path, ranks=ranks)
     assert done.returncode == 2
@@ -241,7 +258,7 @@ def read_table(lines: list[str]) -> tuple[dict[tuple[int, int], list[float]], li
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", chosen([None, 2, 3], few=[2]))
-def test_five_ways_agree(ranks: int | None) -> None:
+def test_five_ways_agree(run: Callable[..., Done[str]], ranks: int | None) -> None:
     done = run("five_ways.py", "--epochs", 2, "--batch-size", 48, "--lr", 0.1, "--seed", 3, ranks=ranks)
     require_clean(done)
     lines = done.stdout.splitlines() if ranks is None else lines_of(0, done.stdout)
@@ -298,7 +315,7 @@ def test_a_partition_made_by_hand_is_that_of_the_distributed_sampler(size: int) 
         ("mnist.py", "--data-dir --download --epochs --batch-size --lr --amp --fp16-allreduce"),
     ],
 )
-def test_help_lists_the_options_and_trains_nothing(example: str, options: str) -> None:
+def test_help_lists_the_options_and_trains_nothing(run: Callable[..., Done[str]], example: str, options: str) -> None:
     if example == "mnist.py":
         pytest.importorskip("torchvision")
     done = run(example, "--help")

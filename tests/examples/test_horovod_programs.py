@@ -6,11 +6,23 @@ import importlib.util
 import re
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from examples.test_examples import ROOT, Done, lines_of, require_clean, run_words, start_words, wait_for_line
+from examples.test_examples import (
+    ROOT,
+    Done,
+    hvdlite_run,
+    lines_of,
+    require_clean,
+    run_words,
+    start_words,
+    wait_for_line,
+)
 from long_run import chosen
+
+__all__ = ["hvdlite_run"]
 
 pytestmark = pytest.mark.slow
 
@@ -18,30 +30,38 @@ PROGRAMS = ROOT / "examples" / "horovod"
 TOLERANCE = 1e-4
 
 
-def run(program: str, *args: object, ranks: int | None = None, by_flag: bool = False) -> list[str]:
-    """Returns rank 0's output, with this many workers or in one process; ``by_flag``: hvdlite-run has the shim."""
-    launcher = [] if ranks is None else ["-m", "hvdlite_launcher", "-np", str(ranks), sys.executable]
-    shim = ["-m", "hvdlite.horovod"]
-    if by_flag:
-        launcher, shim = [*launcher[:-1], "--horovod", launcher[-1]], []
-    done: Done[str] = run_words(*launcher, *shim, f"examples/horovod/{program}", *map(str, args))
-    require_clean(done)
-    if ranks is None:
-        return done.stdout.splitlines()
-    assert all(lines_of(rank, done.stdout) == [] for rank in range(1, ranks)), "rank 0 prints alone"
-    return lines_of(0, done.stdout)
+@pytest.fixture
+def run(hvdlite_run: list[str]) -> Callable[..., list[str]]:
+    """Provides a function that returns rank 0's output, with this many workers or in one process.
+
+    ``by_flag``: hvdlite-run has the shim.
+    """
+
+    def run_program(program: str, *args: object, ranks: int | None = None, by_flag: bool = False) -> list[str]:
+        launcher = [] if ranks is None else [*hvdlite_run, "-np", str(ranks), sys.executable]
+        shim = ["-m", "hvdlite.horovod"]
+        if by_flag:
+            launcher, shim = [*launcher[:-1], "--horovod", launcher[-1]], []
+        done: Done[str] = run_words(*launcher, *shim, f"examples/horovod/{program}", *map(str, args))
+        require_clean(done)
+        if ranks is None:
+            return done.stdout.splitlines()
+        assert all(lines_of(rank, done.stdout) == [] for rank in range(1, ranks)), "rank 0 prints alone"
+        return lines_of(0, done.stdout)
+
+    return run_program
 
 
 def numbers(lines: list[str]) -> list[float]:
     return [float(number) for line in lines for number in re.findall(r"-?\d+\.\d+", line)]
 
 
-def test_workers_of_an_elastic_program_come_and_go_as_a_file_says(tmp_path: Path):
+def test_workers_of_an_elastic_program_come_and_go_as_a_file_says(hvdlite_run: list[str], tmp_path: Path):
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost:1\n")
     flags = ["--horovod", "--min-np", "1", "--host-discovery-script", f"cat {hosts}"]
     program = [sys.executable, "examples/horovod/elastic.py", "--epochs", "1000000"]
-    with start_words("-m", "hvdlite_launcher", *flags, *program) as job:
+    with start_words(*hvdlite_run, *flags, *program) as job:
         for slots in (2, 1):
             wait_for_line(job, rf"\[0\]<stdout>:Epoch \d+: loss .* on {3 - slots} workers")
             hosts.write_text(f"localhost:{slots}\n")
@@ -65,7 +85,7 @@ def test_the_programs_name_horovod_alone():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
-def test_digits_on_two_ranks_are_learned_as_by_one_process_with_twice_the_batches():
+def test_digits_on_two_ranks_are_learned_as_by_one_process_with_twice_the_batches(run: Callable[..., list[str]]):
     one = run("mnist.py", "--batches-per-allreduce", 2, "--gradient-predivide-factor", 2)
     two = run("mnist.py", "--gradient-predivide-factor", 2, ranks=2)
     assert len(one) == len(two) == 7
@@ -76,7 +96,7 @@ def test_digits_on_two_ranks_are_learned_as_by_one_process_with_twice_the_batche
 
 @pytest.mark.night
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
-def test_digits_are_learned_in_mixed_precision_with_gradients_in_half_precision():
+def test_digits_are_learned_in_mixed_precision_with_gradients_in_half_precision(run: Callable[..., list[str]]):
     lines = run("mnist.py", "--use-mixed-precision", "--fp16-allreduce", ranks=2)
     assert numbers(lines)[-1] > 88, lines
 
@@ -90,13 +110,13 @@ def test_digits_are_learned_in_mixed_precision_with_gradients_in_half_precision(
         few=[["--use-adasum", "--batches-per-allreduce", 2]],
     ),
 )
-def test_digits_are_learned_with_adasum_and_without_a_warm_up(flags: list[object]):
+def test_digits_are_learned_with_adasum_and_without_a_warm_up(run: Callable[..., list[str]], flags: list[object]):
     lines = run("mnist.py", "--warmup-epochs", 0, *flags, ranks=2)
     assert numbers(lines)[-1] > 80, lines
 
 
 @pytest.mark.night
-def test_a_gan_on_two_ranks_comes_to_what_it_comes_to_in_one_process():
+def test_a_gan_on_two_ranks_comes_to_what_it_comes_to_in_one_process(run: Callable[..., list[str]]):
     one = run("gan.py", "--double", "--steps", 300)
     two = run("gan.py", "--double", "--steps", 300, ranks=2, by_flag=True)
     assert len(one) == len(two) == 4
@@ -105,7 +125,7 @@ def test_a_gan_on_two_ranks_comes_to_what_it_comes_to_in_one_process():
 
 
 @pytest.mark.night
-def test_training_goes_on_where_it_was_stopped_as_if_it_had_not_been(tmp_path: Path):
+def test_training_goes_on_where_it_was_stopped_as_if_it_had_not_been(run: Callable[..., list[str]], tmp_path: Path):
     def train(directory: str, epochs: int, batch: int, ranks: int | None) -> list[str]:
         (tmp_path / directory).mkdir(exist_ok=True)
         checkpoint = f"{tmp_path}/{directory}/{{epoch}}.pt"
@@ -125,7 +145,9 @@ def test_training_goes_on_where_it_was_stopped_as_if_it_had_not_been(tmp_path: P
     ("ranks", "flags"),
     chosen([(None, []), (2, ["--fp16-allreduce"]), (2, ["--use-adasum"])], few=[(None, []), (2, ["--fp16-allreduce"])]),
 )
-def test_the_benchmark_has_the_command_line_and_the_last_lines_that_are_known(ranks: int | None, flags: list[str]):
+def test_the_benchmark_has_the_command_line_and_the_last_lines_that_are_known(
+    run: Callable[..., list[str]], ranks: int | None, flags: list[str]
+):
     size = ranks or 1
     known = ["--model", "resnet18", "--batch-size", 2, "--num-warmup-batches", 1, "--num-batches-per-iter", 1]
     lines = run("synthetic_benchmark.py", *known, "--num-iters", 2, "--no-cuda", *flags, ranks=ranks)

@@ -13,7 +13,8 @@ A worker is a copy only where that makes no difference to its program; otherwise
 this: it is no program of Python's, does not use torch, or has options or variables that an interpreter reads when it
 starts.
 
-Requests come from `agent_stand_in`, on a listening socket. The server ends with its stdin.
+Requests come from `agent_stand_in`, on a listening socket. The remote parent of one on a test machine is forked into
+the machine's namespaces. The server ends with its stdin.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import io
 import json
 import os
 import re
@@ -29,12 +31,13 @@ import selectors
 import shutil
 import signal
 import socket
+import struct
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from agent_stand_in import surroundings
+from agent_stand_in import receive, send, spaces, surroundings
 from hvdlite_launcher.host import agent, remote_parent, stacks_on_signal, start_workers
 from hvdlite_launcher.host.start_workers import ForkedProcess, Worker
 from hvdlite_launcher.plan.python_command import PythonCommand, parse_python
@@ -44,15 +47,27 @@ from hvdlite_launcher.wire.messages import StartJob
 import hvdlite
 from hvdlite import fork_server, forked_program, process_words
 
-_MOST_BYTES = 1 << 18
+_ANSWER_BYTES = 64
 _HOOK = os.path.join(os.path.dirname(os.path.abspath(start_workers.__file__)), "path")
 _HOROVOD = os.path.join(os.path.dirname(os.path.abspath(hvdlite.__file__)), "horovod", "path")
-# Variables that are read when an interpreter or a library is loaded. The two that a copy can follow are not among them.
+# Variables that are read when an interpreter or a library is loaded, without those that a copy can follow.
+_FOLLOWED = ("OMP_NUM_THREADS", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")
 _READ_ON_LOAD = re.compile(
-    r"(?!OMP_NUM_THREADS$|PYTHONPATH$)"
-    r"(BLIS|GOMP|GOTO|KMP|LC|LD|MALLOC|MKL|NUMEXPR|OMP|OPENBLAS|PYTHON|PYTORCH|TORCH[A-Z]*|VECLIB)_?[A-Z0-9_]+|LANG|TZ"
+    r"(BLIS|GOMP|GOTO|KMP|LD|MALLOC|MKL|NUMEXPR|OMP|OPENBLAS|PYTHON|PYTORCH|TORCH[A-Z]*|VECLIB)_?[A-Z0-9_]+|TZ"
 )
+# The interpreter takes the first of these that is there; it takes no other locale.
+_LOCALE = ("LC_ALL", "LC_CTYPE", "LANG")
+# CLONE_NEWPID; and CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC and CLONE_NEWNET
+_NEW_PIDS, _OTHER_SPACES = 0x20000000, 0x00020000 | 0x04000000 | 0x08000000 | 0x40000000
+_setns = ctypes.CDLL(None, use_errno=True).setns
 _USES_TORCH = re.compile(r"torch|hvdlite|horovod")
+
+
+class _Variables(NamedTuple):
+    """The server's environment before it has imported torch, and after: what is imported sets some variables."""
+
+    before: Mapping[str, str]
+    after: Mapping[str, str]
 
 
 class _IsForkSourceError(Exception):
@@ -69,15 +84,23 @@ class _IsForkSourceError(Exception):
 
 def _serve(listener: socket.socket) -> dict[str, Any]:
     """Answers requests for remote parents until stdin ends; returns a request, in the process that is forked for it."""
-    own = surroundings()
+    own, own_spaces = surroundings(), spaces()
+
+    def fork_for(request: Mapping[str, Any], connection: socket.socket) -> int | None:
+        if request["surroundings"] != own:
+            return None
+        return os.fork() if request["spaces"] == own_spaces else _fork_beside(connection)
+
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ, lambda: os._exit(0))
 
     def accept() -> dict[str, Any] | None:
         connection, _ = listener.accept()
-        data, fds, *_ = socket.recv_fds(connection, _MOST_BYTES, 3)
-        request = json.loads(data) if data else {}
-        pid = os.fork() if request.get("surroundings") == own else None
+        request, fds = receive(connection, 3)
+        if request is None:
+            connection.close()
+            return None
+        pid = fork_for(request, connection)
         if pid == 0:
             for number, fd in enumerate(fds):
                 os.dup2(fd, number)
@@ -100,6 +123,35 @@ def _serve(listener: socket.socket) -> dict[str, Any]:
             if (request := key.data()) is not None:
                 _close_all(selector)
                 return request
+
+
+def _fork_beside(connection: socket.socket) -> int | None:
+    """Forks a process into the namespaces of the one at the other end; returns None if that has ended."""
+    peer, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    try:
+        there = os.pidfd_open(peer)
+    except ProcessLookupError:
+        return None
+    here = os.pidfd_open(os.getpid())
+    _enter(there, _NEW_PIDS)  # which the children of this process do
+    pid = -1
+    try:
+        pid = os.fork()
+    finally:
+        if pid != 0:
+            _enter(here, _NEW_PIDS)
+    if pid == 0:
+        _enter(there, _OTHER_SPACES)
+    os.close(there)
+    os.close(here)
+    return pid
+
+
+def _enter(pidfd: int, kinds: int) -> None:
+    """Enters a process's namespaces of these kinds."""
+    if _setns(pidfd, kinds) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def _close_all(selector: selectors.BaseSelector) -> None:
@@ -137,8 +189,13 @@ def _watch(selector: selectors.BaseSelector, connection: socket.socket, pid: int
 
 
 def _become(request: Mapping[str, Any]) -> None:
-    """Gives this process the session, directory and environment of the stand-in."""
+    """Gives this process the session, directory, environment and ignored signals of the stand-in."""
     os.setsid()
+    for signum in signal.valid_signals():
+        is_ignored = signum in request["ignored"]
+        if is_ignored != (signal.getsignal(signum) == signal.SIG_IGN):
+            default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+            signal.signal(signum, signal.SIG_IGN if is_ignored else default)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -149,8 +206,8 @@ def _become(request: Mapping[str, Any]) -> None:
 # ---------------------------------------------------------- the agent's process
 
 
-def _agent_main(run: Callable[..., int], variables: Mapping[str, str], *arguments: Any) -> int:
-    """Runs the agent beside a fork source. ``variables`` are those that libraries were loaded with."""
+def _agent_main(run: Callable[..., int], variables: _Variables, *arguments: Any) -> int:
+    """Runs the agent beside a fork source."""
     process_tree.adopt_orphans()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own = os.getpid()
@@ -164,7 +221,7 @@ def _agent_main(run: Callable[..., int], variables: Mapping[str, str], *argument
 
 def _start_workers(
     source: socket.socket,
-    variables: Mapping[str, str],
+    variables: _Variables,
     job: StartJob,
     workers: Mapping[int, Mapping[str, str]],
     job_dir: str,
@@ -185,18 +242,23 @@ def _start_workers(
             yield from start_workers.start_workers(job, {number: own}, job_dir, interface)
 
 
-def _is_like_this(command: PythonCommand, environment: Mapping[str, str], variables: Mapping[str, str]) -> bool:
+def _is_like_this(command: PythonCommand, environment: Mapping[str, str], variables: _Variables) -> bool:
     """Whether the interpreter that runs a command would have begun as this one."""
     return (
         not command.options
         and shutil.which(command.interpreter, path=environment.get("PATH")) == sys.executable
         and {*environment.get("PYTHONPATH", "").split(os.pathsep)} <= {_HOOK, _HOROVOD}
+        and _locale(environment) == _locale(variables.before)
         and all(
-            environment.get(name) == variables.get(name)
-            for name in {*environment, *variables}
+            environment.get(name) in (variables.before.get(name), variables.after.get(name))
+            for name in {*environment, *variables.before}.difference(_FOLLOWED)
             if _READ_ON_LOAD.fullmatch(name)
         )
     )
+
+
+def _locale(environment: Mapping[str, str]) -> str | None:
+    return next(filter(None, map(environment.get, _LOCALE)), None)
 
 
 def _forked(
@@ -215,10 +277,10 @@ def _forked(
     stdin, stdin_writes = os.pipe() if number == 0 else (os.open(os.devnull, os.O_RDONLY), None)
     (out, out_writes), (err, err_writes) = os.pipe(), os.pipe()
     theirs = [stdin, out_writes, err_writes]
-    socket.send_fds(source, [json.dumps(message).encode()], theirs)
+    send(source, message, theirs)
     for fd in theirs:
         os.close(fd)
-    answer = json.loads(source.recv(_MOST_BYTES))
+    answer = json.loads(source.recv(_ANSWER_BYTES))
     if answer is None:
         for fd in filter(None, (stdin_writes, out, err)):
             os.close(fd)
@@ -234,6 +296,7 @@ def _forked(
 def _wait_for_program(connection: socket.socket, agent: int) -> forked_program.Program:
     """Forks a worker for each request of the agent; returns its program, in the worker."""
     os.setsid()
+    process_words.show(["fork source"], os.environ)
     ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != agent:
         os._exit(1)
@@ -245,10 +308,9 @@ def _wait_for_program(connection: socket.socket, agent: int) -> forked_program.P
         os.dup2(nothing, fd)
     os.close(nothing)
     while True:
-        data, fds, *_ = socket.recv_fds(connection, _MOST_BYTES, 3)
-        if not data:
+        request, fds = receive(connection, 3)
+        if request is None:
             os._exit(0)
-        request = json.loads(data)
         cwd, path = request.pop("cwd"), request.pop("path")
         program = forked_program.Program(**request)
         if not _is_for_copies(program, cwd):
@@ -277,6 +339,11 @@ def _begin(path: str) -> None:
     entries = [each for each in os.environ["PYTHONPATH"].split(os.pathsep) if each != _HOOK]
     sys.path[:0] = [path, *entries]
     tempfile.tempdir = None
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    if is_unbuffered != isinstance(sys.stdout.buffer, io.FileIO):
+        for fd, name in ((1, "stdout"), (2, "stderr")):
+            vars(sys)[name] = vars(sys)[f"__{name}__"] = _stream(fd, f"<{name}>", is_unbuffered=is_unbuffered)
     if count := os.environ.get("OMP_NUM_THREADS"):
         sys.modules["torch"].set_num_threads(int(count))
     # Without a last collection of all that was imported, which takes a second. What complains of that is not used here.
@@ -288,16 +355,32 @@ def _begin(path: str) -> None:
     atexit.register(at_end)
 
 
+def _stream(fd: int, name: str, *, is_unbuffered: bool) -> io.TextIOWrapper:
+    """Returns a stream as the interpreter makes it for ``fd``."""
+    raw = io.FileIO(fd, "w", closefd=False)
+    raw.name = name
+    old = sys.stdout if fd == 1 else sys.stderr
+    stream = io.TextIOWrapper(
+        raw if is_unbuffered else io.BufferedWriter(raw),
+        encoding=old.encoding,
+        errors=old.errors,
+        line_buffering=fd == 2 and not is_unbuffered,
+        write_through=is_unbuffered,
+    )
+    stream.mode = "w"
+    return stream
+
+
 def main(listener: int) -> None:
     """Serves, and runs programs in workers. To be called from the interpreter's main program, which catches nothing."""
     del sys.path[0]  # where this file is
-    variables = dict(os.environ)  # what is imported may set others
+    before = dict(os.environ)
     if (why := fork_server.import_all()) is not None:
         raise RuntimeError(f"no ranks can be forked from here: {why}")
-    forked_program.run(_program(socket.socket(fileno=listener), variables))
+    forked_program.run(_program(socket.socket(fileno=listener), _Variables(before, dict(os.environ))))
 
 
-def _program(listener: socket.socket, variables: Mapping[str, str]) -> forked_program.Program:
+def _program(listener: socket.socket, variables: _Variables) -> forked_program.Program:
     """Returns the program to run, in workers."""
     _become(_serve(listener))
     run = agent.main

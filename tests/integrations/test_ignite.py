@@ -53,15 +53,15 @@ def test_idist_trains_the_weights_of_one_process_and_has_collectives_under_hvdli
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("program", "arguments"),
+    ("arguments", "options"),
     [
-        (("-m", "hvdlite_launcher"), ("--horovod", "-np", "2", sys.executable, PROGRAM, "parallel")),
-        ((*SHIM, PROGRAM), ("parallel that starts",)),
+        (("--horovod", "-np", "2", sys.executable, PROGRAM, "parallel"), {}),
+        (("parallel that starts",), {"program": (*SHIM, PROGRAM)}),
     ],
     ids=["under hvdlite-run", "starts its ranks itself"],
 )
-def test_idist_parallel_runs_a_function_on_all_ranks(ranks_results, program, arguments):
-    ranks, _ = ranks_results(*arguments, program=program)
+def test_idist_parallel_runs_a_function_on_all_ranks(ranks_results, arguments, options):
+    ranks, _ = ranks_results(*arguments, **options)
     for number, rank in enumerate(ranks):
         assert (rank["local_rank"], rank["word"], rank["sum"]) == (number, "given", 2)
         assert (rank["place"]["backend"], rank["place"]["rank"], rank["place"]["size"]) == ("horovod", number, 2)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from copied_ranks import RankServer
 from e2e.conftest import Launch
 from worlds import run_worlds
 
@@ -43,7 +44,7 @@ def _needs_lightning() -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
+def trained(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> Callable[..., Results]:
     """Provides a function that returns each rank's results of a kind of job."""
     done: dict[str, Results] = {}
 
@@ -51,7 +52,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
         if kind not in done:
             tmp = tmp_path_factory.mktemp(kind)
             words = ("-np", str(size), sys.executable, str(PROGRAM), kind, str(tmp / "results"))
-            job = Launch(tmp, words, {}, None, cwd=tmp)
+            job = Launch(tmp, words, {}, None, program=rank_server.launcher(), cwd=tmp)
             try:
                 code, out, err = job.ended()
             finally:
