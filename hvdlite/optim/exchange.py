@@ -170,7 +170,8 @@ class TakesBackSteps(Protocol):
     """An exchange whose state changes with each step, and that can go back to the state before it.
 
     Steps may be taken back where they go on after a rank is lost (``--survive``): if they are averaged again, or
-    discarded. Otherwise none of these methods is called.
+    discarded. And where a process has several optimizers: if a step is one of gradients that another optimizer's pass
+    has left, and all ranks drop them. Otherwise only `end_step` is called.
     """
 
     @property

@@ -652,6 +652,9 @@ class Reducer(WorldPlan):
         self.exchange_state.begin_step(self.weights.state.reference, self.weights.of_step)
         if self._surviving is not None:
             self._surviving.begin()
+        elif self._reducers.has_several and self._takes_back is not None:
+            # Its gradients may turn out to be surplus.
+            self._takes_back.begin_step()
         self._is_provisional = self._links is None
         self._phase = Phase.COLLECTING
         self._layout.expect()
@@ -663,6 +666,8 @@ class Reducer(WorldPlan):
         self._phase = Phase.DROPPED if self._phase is Phase.SPOILT else Phase.IDLE
         if self._surviving is not None:
             self._surviving.end()
+        elif self._takes_back is not None:
+            self._takes_back.end_step()
         self._queue.end()
         self.weights.drop()
         self._sparse.forget()
@@ -678,15 +683,26 @@ class Reducer(WorldPlan):
         return bool(backwards) and backwards <= set(self._reducers.stepped_backwards)
 
     def _is_dropped_surplus(self, param: Tensor) -> bool:
-        """Whether a new backward pass finds surplus gradients, of which the user has dropped one.
+        """Whether a new backward pass finds surplus gradients, which the user has dropped or replaced.
 
-        ``param`` is the one with the pass's first gradient, to which it must not have been added.
+        ``param`` is the one with the pass's first gradient, to which it must not have been added. Raises GradientError
+        if the user has dropped some of them and not all: those that are left may be averages by now.
         """
         if not self._backwards or not (self._is_surplus(self._backwards) or self._is_replaced):
             return False
-        dropped = [state.param.grad is not state.held for state in self._layout.states.values() if state.ready]
+        ready = [state for state in self._layout.states.values() if state.ready]
+        kept = [state for state in ready if state.param.grad is state.held]
         own = self._layout.states.get(id(param))
-        return any(dropped) and not (own is not None and own.ready and param.grad is own.held)
+        if len(kept) == len(ready) or own in kept:
+            return False
+        if kept and not self._is_replaced:
+            self._spoil()
+            raise GradientError(
+                "a backward pass came after some of the gradients that another optimizer's backward pass had left in "
+                f"{self._trace.optimizer} were dropped or replaced, and others not (the first: {kept[0].name!r}): call "
+                "zero_grad() of this optimizer before the pass, on every rank"
+            )
+        return True
 
     @property
     def _is_replaced(self) -> bool:
@@ -729,14 +745,27 @@ class Reducer(WorldPlan):
     def _discard(self) -> None:
         """Finishes the current step on all ranks, and drops its averages."""
         self._layout.give_up()
+        # Gradients that the program has set, or the next pass computes, belong to the next step.
+        stay = [
+            (state.param, state.param.grad)
+            for state in self._layout.states.values()
+            if not state.ready and state.param.grad is not None
+        ]
+        for param, _ in stay:
+            param.grad = None
         try:
             if self._surviving is None:
                 self._finish_dropped()
+                if self._takes_back is not None:
+                    # Nor does the exchange keep a part of what is dropped.
+                    self._takes_back.take_step_back()
             else:
                 self._surviving.drop(self._finish_dropped, self._taken_number())
         finally:
             self._end_step()
             self._backwards.clear()
+            for param, grad in stay:
+                param.grad = grad
 
     def _finish_dropped(self) -> None:
         self._layout.drop_averages()

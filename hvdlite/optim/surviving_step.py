@@ -170,8 +170,7 @@ class SurvivingSteps:
         self._survival.come_to_end_of_step()
         try:
             finish()
-            if (steps := self._steps) is not None:
-                steps.end_step()
+            self.take_back()
         except CommunicationError as error:
             self.take_back()
             self._survival.go_on(error, number)

@@ -26,7 +26,7 @@ from ..control.reducer_registry import Progress
 from ..environment import CheckParameters
 from ..errors import GradientError, NotInitializedError
 from ..runtime.survival import Survival
-from .exchange import Exchange, Links
+from .exchange import Exchange, Links, TakesBackSteps
 from .exchange_choice import exchange_of
 from .exchange_state import ExchangeState
 from .flags import RankAndSize
@@ -136,6 +136,8 @@ class WorldPlan(GradientHooks):
         # The ranks that average gradients in every step.
         self._inner = RankAndSize(group.rank, group.size) if self.outer is None else self.outer.inner
         self.exchange = exchange_of(settings, self._inner.size)
+        # The same, if its state changes with each step.
+        self._takes_back = self.exchange if isinstance(self.exchange, TakesBackSteps) else None
         self._world = connection.world
         if connection.survival is None:
             self._surviving = None

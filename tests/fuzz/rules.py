@@ -114,6 +114,16 @@ class Rules:
         if len({bool(self._seen[rank][of].complete) for rank in ranks}) > 1:
             self._refuse("surplus gradients of only some ranks are dropped")
 
+    def require_reached(self, reached: Collection[int], ranks: Collection[int], of: int) -> None:
+        """Notes which ranks a pass reaches: they drop surplus gradients with all ranks, which may come to others first.
+
+        These may be those of a barrier, or of another optimizer, and then all ranks are told so.
+        """
+        if 0 < len(reached) < len(ranks) and any(
+            self._seen[rank][of].complete and self._is_surplus(rank, of) for rank in ranks
+        ):
+            self._refuse("a pass on only some ranks drops what a backward pass for another optimizer has left")
+
     def has_begun(self, rank: int, of: int) -> bool:
         """Whether the optimizer has had a backward pass since its last step."""
         return bool(self._seen[rank][of].backwards)

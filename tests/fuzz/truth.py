@@ -159,6 +159,9 @@ class Truth:
             if any(term.param in names for term in action.terms):
                 # A gradient that is complete has others dropped, if it is computed again.
                 self.rules.require_alike(self.ranks, of)
+                terms = [term for term in action.terms if term.param in names]
+                reached = [rank for rank in self.ranks if any(rank in (term.ranks or self.ranks) for term in terms)]
+                self.rules.require_reached(reached, self.ranks, of)
         for rank in self.ranks:
             self._backward_of(rank, action)
 

@@ -380,6 +380,33 @@ def test_broadcast_optimizer_state_leaves_residuals_alone():
     run_worlds(2, rank)
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("codec", [*FORMS.values(), hvd.Compression.powersgd(1, 1)], ids=repr)
+@pytest.mark.parametrize("drops", ["zero_grad", "None, and another pass"])
+def test_of_gradients_that_all_ranks_drop_nothing_is_kept_for_the_next_step(steps, codec, drops):
+    """They are those that a pass for another optimizer has left."""
+
+    def rank(group: Group) -> None:
+        other, param = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(20, 20))
+        of_other, optimizer = wrap(group, [other]), wrap_numbered(group, [param], compression=codec)
+        for step in range(steps):
+            param.grad = gradient(group.rank, step, 400).view(20, 20)
+            optimizer.step()
+        before = copy.deepcopy(optimizer.state_dict().get("hvdlite"))
+        optimizer.zero_grad()
+        (other.sum() + (param * 1000.0 * gradient(group.rank, 9, 400).view(20, 20)).sum()).backward()
+        of_other.step()
+        if drops == "zero_grad":
+            optimizer.zero_grad()
+        else:
+            param.grad = None
+            (param * 0.0).sum().backward()
+        assert_same(optimizer.state_dict().get("hvdlite"), before)
+        optimizer.step()
+
+    on("2 hosts", rank)
+
+
 def test_a_rank_that_is_not_the_optimizers_cannot_have_the_state():
     def rank(group: Group) -> None:
         optimizer = wrap_numbered(group, [nn.Parameter(torch.zeros(3))], hvd.Compression.int8)

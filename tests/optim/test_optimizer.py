@@ -106,6 +106,49 @@ def test_gradients_of_another_optimizers_pass_that_were_dropped_cost_no_gradient
     assert run_ranks(2, rank) == [[[-4.5, -4.5]] * 2] * 2
 
 
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_pass_after_only_some_of_what_another_optimizers_pass_has_left_were_dropped_is_an_error(op, replaces):
+    """Those that stay may be averages by now, and would be averaged again."""
+
+    def rank(group: Group) -> list[float]:
+        other, kept, dropped = weight(), weight(), weight()
+        of_other, optimizer = wrap(group, [other]), wrap(group, [kept, dropped], op=op)
+        (other.sum() + kept.sum() + dropped.sum()).backward()
+        of_other.step()
+        dropped.grad = torch.ones_like(dropped) if replaces else None
+        with pytest.raises(hvd.GradientError, match=r"others not \(the first: .*\): call zero_grad\(\)"):
+            dropped.sum().backward()
+        optimizer.zero_grad()
+        (kept.sum() + dropped.sum()).backward()
+        optimizer.step()
+        return [kept.grad[0].item(), dropped.grad[0].item()]
+
+    assert run_ranks(2, rank) == [[1.0, 1.0] if op is hvd.Average else [2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("first", ["by hand", "again"])
+def test_gradients_set_by_hand_stay_where_those_of_another_optimizers_pass_are_dropped(first):
+    """What the program sets, and the pass adds to, belongs to the next step, whichever hook drops the others."""
+
+    def rank(group: Group) -> list[float]:
+        other, again, by_hand = weight(), weight(), weight()
+        of_other, optimizer = wrap(group, [other]), wrap(group, [again, by_hand])
+        (other.sum() + again.sum() * 100.0).backward()
+        of_other.step()
+        other.grad = again.grad = None
+        by_hand.grad = torch.full_like(by_hand, group.rank + 1.0)
+        # Autograd comes first to what is used last.
+        losses = [by_hand.sum() * 10.0]
+        if group.rank == 1:
+            losses.insert(1 if first == "again" else 0, again.sum() * 4.0)
+        sum(losses).backward()
+        optimizer.synchronize()
+        return [again.grad[0].item(), by_hand.grad[0].item()]
+
+    assert run_ranks(2, rank) == [[2.0, 11.5]] * 2
+
+
 def test_gradients_of_another_optimizers_pass_may_be_replaced_where_ranks_then_use_different_parameters():
     def rank(group: Group) -> list[list[float]]:
         generator, replaced, other = weight(), weight(), weight()
