@@ -10,16 +10,15 @@ hvdlite trains a PyTorch model on several ranks: it averages the gradients of an
 This module re-exports the public names of the packages below. Packages and modules import only what stands before
 them, and within a package its own docstring has the order:
 
-    errors < forks < values < files < faults < signing < ignored < environment < log < outside_graphs < run_in_workers
-           < rendezvous < comm < shm < control < timeline < compression < runtime < worker_main < ops < optim < elastic
-           < round_trips < communicator < signal_saver < chaos < lightning < ray < process_words < forked_program
-           < fork_server
+    errors < forks < values < files < faults < signing < ignored < environment < log < outside_graphs < rendezvous
+           < comm < shm < control < timeline < compression < runtime < ops < buckets < exchanges < steps < optim
+           < elastic < round_trips < communicator < signal_saver < chaos < lightning < ray < worker
 
 A name is imported when the program first uses it: `import hvdlite` itself loads none of these packages.
 
-Only `run_in_workers` imports hvdlite_launcher, when `run` is called. Three more modules import this one: `torch`, which
-has the same functions with Horovod's signatures; `horovod`, with which programs can import them as `horovod.torch`; and
-`bench`, the benchmarks.
+Only `worker.run_in_workers` imports hvdlite_launcher, when `run` is called. Three more modules import this one:
+`torch`, which has the same functions with Horovod's signatures; `horovod`, with which programs can import them as
+`horovod.torch`; and `bench`, the benchmarks.
 """
 
 import atexit
@@ -32,6 +31,8 @@ import torch.distributed as _dist
 
 if TYPE_CHECKING:
     from . import elastic
+    from .buckets.exchange import Exchange, ExchangeWork, Gradients, Links
+    from .buckets.outer import DiLoCo, LocalSGD
     from .comm.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
     from .compression.casts import Compression, Compressor
     from .compression.codecs import Codec
@@ -77,11 +78,8 @@ if TYPE_CHECKING:
     from .ops.broadcast import allgather_object, broadcast_object, broadcast_parameters
     from .ops.join import join
     from .optim.checkpoint import load_checkpoint, save_checkpoint
-    from .optim.exchange import Exchange, ExchangeWork, Gradients, Links
     from .optim.optimizer import DistributedOptimizer
     from .optim.optimizer_state import broadcast_optimizer_state
-    from .optim.outer import DiLoCo, LocalSGD
-    from .run_in_workers import run
     from .runtime.built import (
         ccl_built,
         cuda_built,
@@ -110,6 +108,7 @@ if TYPE_CHECKING:
         size,
     )
     from .signal_saver import save_on_signal
+    from .worker.run_in_workers import run
 
 __all__ = [
     "Adasum",
@@ -225,11 +224,11 @@ _NAMES_OF = {
         "reducescatter_async sparse_allreduce_async synchronize"
     ),
     "optim.checkpoint": "load_checkpoint save_checkpoint",
-    "optim.exchange": "Exchange ExchangeWork Gradients Links",
-    "optim.outer": "DiLoCo LocalSGD",
+    "buckets.exchange": "Exchange ExchangeWork Gradients Links",
+    "buckets.outer": "DiLoCo LocalSGD",
     "optim.optimizer": "DistributedOptimizer",
     "optim.optimizer_state": "broadcast_optimizer_state",
-    "run_in_workers": "run",
+    "worker.run_in_workers": "run",
     "runtime.built": (
         "ccl_built cuda_built ddl_built gloo_built gloo_enabled mpi_built mpi_enabled mpi_threads_supported "
         "nccl_built rocm_built"

@@ -6,10 +6,11 @@
 
 Packages and modules import only what stands before them, and within a package its own docstring has the order:
 
-    version < errors < system < wire < store < plan < host < agents < report < job < check < cli < function
+    version < errors < system < wire < store < plan < host < agents < workers < screen < status
+            < elastic < job < check < cli < function
 
 No module imports torch or hvdlite, so the launcher starts fast and runs where torch is not installed. Besides the
-standard library it needs psutil; `cli.config_file` needs PyYAML, `function.caller` cloudpickle, and `job.live_view`
+standard library it needs psutil; `cli.config_file` needs PyYAML, `function.caller` cloudpickle, and `status.live_view`
 rich. It shares no code with the library. What both must agree on is in `plan.worker_environment` (a worker's
 environment), `wire.worker_requests` (requests to the store) and `function.function_messages` (the call of a function).
 """

@@ -88,8 +88,8 @@ def test_the_library_imports_torch_and_the_standard_library_alone():
     # The only import of the launcher, and cloudpickle for a caller's own functions; both are imported only on use.
     # The benchmark imports what it draws and compares with only on use.
     exceptions = {
-        "run_in_workers": {"hvdlite_launcher"},
-        "worker_main": {"cloudpickle"},
+        "worker.run_in_workers": {"hvdlite_launcher"},
+        "worker.worker_main": {"cloudpickle"},
         "ops.broadcast": {"cloudpickle"},
         "compression.cupy_program": {"cupy"},
         "bench.ranks": {"psutil"},

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..buckets.plan import ParamSpec, plan_buckets
 from ..comm.group import Group
 from ..optim import autotune
-from ..optim.plan import ParamSpec, plan_buckets
 from .allreduce import DTYPES, AllReduce, bus_factor, own_all_reduces
 from .arguments import UsageError, count_flag, flag, one_of, read_share
 from .plot import Chart, Line, Lines

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..buckets.outer import DiLoCo, LocalSGD
 from ..compression.casts import Compression
-from ..optim.outer import DiLoCo, LocalSGD
 from .ranks import Ranks
 from .variants import Inner, Training, ddp, in_fp16, own, sgd
 from .workloads import bytes_of

@@ -92,3 +92,8 @@ def new_memory(shape: int | torch.Size, like: Tensor) -> Tensor:
 def own_memory(piece: Tensor, flat: Tensor) -> Tensor:
     """Returns the piece, copied unless it is all of ``flat``, so that it does not keep its neighbours' memory alive."""
     return piece if piece.numel() == flat.numel() else piece.clone()
+
+
+def as_real(flat: Tensor) -> Tensor:
+    """Returns a flat tensor as real numbers, in the same memory: complex numbers become pairs."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

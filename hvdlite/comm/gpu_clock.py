@@ -2,7 +2,7 @@
 Reads the host's clock when a GPU reaches a point of its stream.
 
 A thread waits for each CUDA event, so there is no polling, and no conversion between clocks. The times are exact to the
-few microseconds that it takes to wake a thread. `Recorder.gpu` is a `GpuClock`, which `optim.step_trace` uses.
+few microseconds that it takes to wake a thread. `Recorder.gpu` is a `GpuClock`, which `buckets.step_trace` uses.
 """
 
 from __future__ import annotations

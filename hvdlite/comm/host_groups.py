@@ -1,7 +1,7 @@
 """
 Computes the lists of ranks for hierarchical collectives: the ranks of each host, and those with the same local rank.
 
-Only numbers: `hierarchy_selection` and `optim.exchange` call `host_groups_of` and open groups of these ranks, and
+Only numbers: `hierarchy_selection` and `buckets.exchange` call `host_groups_of` and open groups of these ranks, and
 `hierarchy` runs collectives on them.
 """
 

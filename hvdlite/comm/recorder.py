@@ -4,7 +4,7 @@ Records one rank's timeline: spans of time in rows, written to a file while trai
     Recorder.note ── queue ── the writer's thread, after each step ── this rank's part of the timeline
 
 It writes during training, and not at the end, so that the part of a rank that is killed shows what the rank did.
-`control.executor` and `optim.step_trace` note the spans; `timeline` merges the parts of all ranks into one file.
+`control.executor` and `buckets.step_trace` note the spans; `timeline` merges the parts of all ranks into one file.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ A *wire* is the tensor that is sent. Values for a 16-bit wire are scaled before 
 So an average of values that fit the wire does not overflow it, and each value is rounded once. Wider wires are summed,
 and the sum is divided. Parameters and optimizer state keep their dtype.
 
-`optim.builtin_exchanges` (gradients) and `ops.reduction` (operations' tensors) do the casts; `custom` calls a user's
-own compression. A format that cannot be summed, such as int4 with a scale, is a `codecs.Codec`.
+`exchanges.builtin_exchanges` (gradients) and `ops.reduction` (operations' tensors) do the casts; `custom` calls a
+user's own compression. A format that cannot be summed, such as int4 with a scale, is a `codecs.Codec`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Scaling, casting and dividing of whole flat tensors, each in one pass over memor
     scale_by(tensor, factor)            tensor × factor, a tensor on the device      a sum of scaled terms → an average
     divide_by(tensor, divisor)          tensor / divisor, a tensor on the device     a sum → an average
 
-`casts`, `optim.settings` and `ops.reduction` call them. A quotient is rounded once. Multiplying by 1/divisor would
+`casts`, `buckets.settings` and `ops.reduction` call them. A quotient is rounded once. Multiplying by 1/divisor would
 round twice, and could give a different number.
 
 On a GPU these are cupy kernels, if cupy is installed and its results equal PyTorch's in every bit, which is tested once

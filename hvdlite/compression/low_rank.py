@@ -3,9 +3,9 @@
 
     M (rows × cols) ── M Q ── P, summed ── orthonormal ── Pᵀ M ── Qᵀ, summed ── P Qᵀ, the sum of all M, nearly
 
-`optim.low_rank_exchange` sends P and Q, and keeps Q and what they do not hold for the next step. The steps are those of
-PyTorch's `powerSGD_hook`. All ranks must make the same bits of equal sums, on any CPU: so `orthonormal` and `products`
-consist of single additions, multiplications, divisions and roots in a fixed order, without matrix products.
+`exchanges.low_rank_exchange` sends P and Q, and keeps Q and what they do not hold for the next step. The steps are
+those of PyTorch's `powerSGD_hook`. All ranks must make the same bits of equal sums, on any CPU: so `orthonormal` and
+`products` consist of single additions, multiplications, divisions and roots in a fixed order, without matrix products.
 """
 
 from __future__ import annotations

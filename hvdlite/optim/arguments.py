@@ -17,6 +17,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from ..buckets.exchange import Exchange
+from ..buckets.outer import AnyOuter, DiLoCo, LocalSGD
+from ..buckets.settings import Settings
+from ..buckets.weights import MOST_PER_STEP
 from ..comm.reduce_op import Adasum, Average, ReduceOp, Sum
 from ..compression.casts import Compression, ResolvedCompression, check_compression
 from ..compression.codecs import Codec, check_blocks
@@ -27,10 +31,6 @@ from ..log import log
 from ..ops.reduction import DTYPES
 from ..ops.sendable import check_sendable, check_writable
 from ..values import MOST, real_number, shown, whole_number
-from .exchange import Exchange
-from .outer import AnyOuter, DiLoCo, LocalSGD
-from .settings import Settings
-from .weights import MOST_PER_STEP
 
 MEBIBYTE = 2**20
 

@@ -34,16 +34,16 @@ import torch
 from torch import Tensor
 
 from .. import files
+from ..buckets.exchange import Gradients, Links
+from ..buckets.flags import ParticipantCount
+from ..buckets.plan import BucketPlan, ParamSpec, plan_buckets
+from ..buckets.settings import Settings
 from ..comm.group import Group
 from ..comm.reduce_op import Max
+from ..exchanges.exchange_choice import exchange_of
 from ..log import log
 from ..ops.failures import raise_together
-from .exchange import Gradients, Links
-from .exchange_choice import exchange_of
-from .flags import ParticipantCount
 from .opening import require_same_model
-from .plan import BucketPlan, ParamSpec, plan_buckets
-from .settings import Settings
 
 LIMIT_S = 1.0
 """Approximate limit in seconds for all measurements together."""

@@ -21,15 +21,15 @@ from typing import Any
 from torch import Tensor
 from torch.amp import GradScaler
 
+from ..buckets.gradient_state import explaining_lost_graphs
+from ..buckets.weights import FIRST_REFERENCE, no_loss
 from ..errors import GradientError
 from ..outside_graphs import keep_outside_graphs
 from .arguments import check_trained, check_weighted, names_of_new
 from .clipping import NormClipper
-from .gradient_state import explaining_lost_graphs
 from .horovod_attributes import HorovodsAttributes
 from .reducer import Reducer
 from .step_by_bucket import StepByBucket
-from .weights import FIRST_REFERENCE, no_loss
 
 # The key of hvdlite's own state in a state_dict: a dict with a part for each owner. PyTorch's optimizers ignore it.
 _KEY = "hvdlite"

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..buckets.plan import is_dense
 from ..ops.sendable import check_writable, is_sendable
-from .plan import is_dense
 
 
 class Filler:

@@ -17,6 +17,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from .. import forks
+from ..buckets.parameter_check import ParameterCheck
+from ..buckets.plan import Description, can_have_gradient
+from ..buckets.step_trace import StepTrace
 from ..comm import deferred_close
 from ..comm.group import Group
 from ..control.generation import Generation
@@ -26,9 +29,6 @@ from ..errors import GradientError, NotInitializedError
 from ..ops.base import compare
 from ..outside_graphs import keep_outside_graphs
 from .opening import Opened, Opening, Submit, raise_difference
-from .parameter_check import ParameterCheck
-from .plan import Description, can_have_gradient
-from .step_trace import StepTrace
 
 # Returns autograd's number of the current backward pass. A global, since it is called for every gradient.
 number_of_backward = torch._C._current_graph_task_id

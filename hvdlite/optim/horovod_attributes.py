@@ -14,15 +14,15 @@ from typing import Any
 
 from torch import Tensor
 
+from ..buckets.plan import can_have_gradient
+from ..buckets.settings import Settings
 from ..comm.reduce_op import ReduceOp
 from ..compression.casts import AnyCompression
 from ..errors import GradientError
 from ..runtime.process_set import ProcessSet
 from .arguments import check_positive_int
 from .optimizer_proxy import OptimizerProxy
-from .plan import can_have_gradient
 from .reducer import Reducer
-from .settings import Settings
 
 
 class HorovodsAttributes(OptimizerProxy):

@@ -20,13 +20,13 @@ from weakref import ref
 
 import torch
 
+from ..buckets.exchange import Links
+from ..buckets.plan import Description, first_difference
 from ..comm.group import Group
 from ..control.handle import Handle
 from ..control.operation import OPTIMIZER, Execution, Operation
 from ..control.reducer_registry import ReducerRegistry, SitsOut
 from ..errors import MismatchError
-from .exchange import Links
-from .plan import Description, first_difference
 
 Submit = Callable[[Group, Operation], Handle]
 """Submits an operation, which runs once all ranks of the group have submitted it: `submit` of a controller."""

@@ -17,6 +17,10 @@ import torch
 from torch import Tensor
 
 from .. import forks
+from ..buckets.exchange import Exchange
+from ..buckets.outer import AnyOuter
+from ..buckets.settings import Settings
+from ..buckets.weights import FIRST_REFERENCE
 from ..comm.reduce_op import Average, ReduceOp
 from ..compression.casts import AnyCompression, Compression
 from ..environment import Environment
@@ -45,11 +49,7 @@ from .arguments import (
 )
 from .autotune import tuned_cap
 from .averaging_optimizer import AveragingOptimizer
-from .exchange import Exchange
-from .outer import AnyOuter
 from .reducer import Reducer
-from .settings import Settings
-from .weights import FIRST_REFERENCE
 from .world_plan import Connection, Described
 
 # The fastest of 1 to 64 MiB by a few per cent, measured with two ranks over gloo on a 25 M-parameter MLP and on a

@@ -25,6 +25,10 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from ..buckets.bucket import Bucket
+from ..buckets.exchange import Links
+from ..buckets.gradient_state import GradientState
+from ..buckets.weights import WeightState
 from ..control.reducer_registry import Progress
 from ..errors import (
     GradientError,
@@ -34,14 +38,10 @@ from ..faults import point
 from ..ops.base import compare
 from ..ops.failures import raise_together
 from ..outside_graphs import keep_outside_graphs
+from ..steps.kept_gradients import KeptGradients
+from ..steps.surviving_step import Buffers
 from ..values import shown, whole_number
-from .bucket import Bucket
-from .exchange import Links
 from .gradient_hooks import number_of_backward, too_many_passes
-from .gradient_state import GradientState
-from .kept_gradients import KeptGradients
-from .surviving_step import Buffers
-from .weights import WeightState
 from .world_plan import Connection, WorldPlan
 
 

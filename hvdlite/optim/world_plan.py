@@ -19,28 +19,28 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..buckets.exchange import Exchange, Links, TakesBackSteps
+from ..buckets.flags import RankAndSize
+from ..buckets.in_flight import BucketQueue
+from ..buckets.layout import Layout
+from ..buckets.plan import Description
+from ..buckets.settings import Settings
+from ..buckets.weights import Weights
 from ..comm.engine import HasMemory
 from ..comm.group import Group
 from ..control.generation import Generation
 from ..control.reducer_registry import Progress
 from ..environment import CheckParameters
 from ..errors import GradientError, NotInitializedError
+from ..exchanges.exchange_choice import exchange_of
+from ..exchanges.exchange_state import ExchangeState
+from ..exchanges.sparse_gather import SparseParameters
 from ..runtime.survival import Survival
-from .exchange import Exchange, Links, TakesBackSteps
-from .exchange_choice import exchange_of
-from .exchange_state import ExchangeState
-from .flags import RankAndSize
+from ..steps.outer_steps import outer_steps_of
+from ..steps.step_deltas import StepDeltas
+from ..steps.surviving_step import Buffers, SurvivingSteps
 from .gradient_hooks import GradientHooks
-from .in_flight import BucketQueue
-from .layout import Layout
 from .opening import Arguments, Opened, Opening, Submit, Tune
-from .outer_steps import outer_steps_of
-from .plan import Description
-from .settings import Settings
-from .sparse_gather import SparseParameters
-from .step_deltas import StepDeltas
-from .surviving_step import Buffers, SurvivingSteps
-from .weights import Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from .process_set_registry import Registry
 _GENERATION_LIMIT = timedelta(seconds=30)
 
 # How often the same ranks of an elastic job try to connect before the error is raised: as often as hvdlite-run lets
-# them (`job.refused_links`), which gives up hosts that refuse connections.
+# them (`elastic.refused_links`), which gives up hosts that refuse connections.
 _ATTEMPTS = 5
 
 

@@ -1,7 +1,7 @@
 """
 The public functions `start_timeline` and `stop_timeline`; they check the arguments and call `timeline.session`.
 
-`optim.step_trace` and `comm.recorder` record what the timeline contains.
+`buckets.step_trace` and `comm.recorder` record what the timeline contains.
 """
 
 from __future__ import annotations

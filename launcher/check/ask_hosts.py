@@ -12,13 +12,13 @@ from queue import Empty, SimpleQueue
 
 from ..agents.agent_group import Agents
 from ..agents.wait_for_agents import SignalledError
-from ..job.failure_message import Tail
 from ..job.launch import signals_as_events
 from ..plan.hosts import Host
 from ..plan.job_spec import JobSpec
 from ..plan.slots import plan_slots
 from ..system.signals import shell_code
 from ..wire.messages import AgentSaid, Event, Exited, Interrupted, Lost, Output, Refused, Started
+from ..workers.failure_message import Tail
 
 _MOST_BYTES = 1 << 20  # of a host's stdout
 _LONG_S = 2.0  # after this time a message names the hosts that are not done

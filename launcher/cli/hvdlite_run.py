@@ -107,7 +107,7 @@ def _show_running_jobs(asked: str, options: argparse.Namespace, command: Sequenc
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What a job says of itself may have characters that the encoding of this terminal or file lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
-    from ..report.console import ask_for_report, table_of_jobs, the_one_job  # noqa: PLC0415  # seldom needed
+    from ..status.console import ask_for_report, table_of_jobs, the_one_job  # noqa: PLC0415  # seldom needed
 
     if asked == "--watch":
         from .watch_job import watch_job  # noqa: PLC0415  # seldom needed
@@ -283,7 +283,7 @@ def _job_to_check(options: argparse.Namespace) -> JobSpec:
     job = job_of(options, ())
     if options.host_discovery_script is None:
         return job
-    from ..job.discovery import discover  # noqa: PLC0415  # needless for --help and wrong flags
+    from ..elastic.discovery import discover  # noqa: PLC0415  # needless for --help and wrong flags
 
     hosts = discover(elastic_flags.script_of(options))
     if not hosts:
@@ -302,9 +302,9 @@ def _dry_run(job: JobSpec, options: argparse.Namespace) -> str:
 
 
 def _elastic_dry_run(job: JobSpec, elastic: ElasticSpec, by_flags: Mapping[str, str]) -> str:
-    from ..job.discovery import discover  # noqa: PLC0415  # as above
+    from ..elastic.discovery import discover  # noqa: PLC0415  # as above
+    from ..elastic.membership import Membership, StartWorker  # noqa: PLC0415
     from ..job.launch import count_slots  # noqa: PLC0415
-    from ..job.membership import Membership, StartWorker  # noqa: PLC0415
     from ..plan.dry_run import FirstWorker, elastic_dry_run  # noqa: PLC0415
 
     found = count_slots(job) if elastic.discovery is None else discover(elastic.discovery)

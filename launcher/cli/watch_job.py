@@ -12,12 +12,12 @@ import time
 from functools import partial
 
 from ..errors import JobEndsError, LauncherError, UsageError
-from ..job.footer import Footer
-from ..job.job_view import JobView
-from ..job.live_view import LiveView, make_view
-from ..job.screen import draws_in_place, put_all, terminal_size
-from ..job.watch import EACH_S
-from ..report.console import ask_for_view
+from ..screen.footer import Footer
+from ..screen.job_screen import draws_in_place, put_all, terminal_size
+from ..status.console import ask_for_view
+from ..status.job_view import JobView
+from ..status.live_view import LiveView, make_view
+from ..status.watch import EACH_S
 from ..system.terminal_text import say, visible, write
 
 # The first answer has no rates yet.

@@ -1,11 +1,11 @@
 """The messages that carry a function to the workers and its results back, as bytes that only the two ends unpickle.
 
-    caller.run ── FunctionCall ─────► function_runner ── store ──► hvdlite.worker_main, in every worker
+    caller.run ── FunctionCall ─────► function_runner ── store ──► hvdlite.worker.worker_main, in every worker
                ◄── FunctionResults ──                 ◄── store ──
 
-The keys in the store are a contract with `hvdlite.worker_main`. ``call`` is the pickled call, ``return/WORKER`` is the
-result of the worker with this number, and ``returned`` lists those with a result, each followed by a blank. The first
-two are large values, as `hvdlite.rendezvous.store_client` sets and gets them.
+The keys in the store are a contract with `hvdlite.worker.worker_main`. ``call`` is the pickled call, ``return/WORKER``
+is the result of the worker with this number, and ``returned`` lists those with a result, each followed by a blank. The
+first two are large values, as `hvdlite.rendezvous.store_client` sets and gets them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..store.server import Store
 
 # Arguments for each host's own Python. Not -m, which puts the working directory on sys.path: it may contain a queue.py,
 # and it need not be on the caller's sys.path.
-WORKER = ("-c", "import sys; sys.path[:] = filter(None, sys.path); from hvdlite.worker_main import main; main()")
+WORKER = ("-c", "import sys; sys.path[:] = filter(None, sys.path); from hvdlite.worker.worker_main import main; main()")
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
     ask ── the worker's pipes ──► fork server ── pid ──► on_started(worker) ── the go-ahead ──► its program begins
                                               ── no answer in time, or "declined" ──► started in the other way
 
-The fork server is the library's (`hvdlite.fork_server`), run by the job's own interpreter with the options and the
-environment of the workers, some seconds after the first of them has called hvd.init(): then it does not compete with
-their start, and a short job has none. Requests and answers are JSON, one message each on a socket without a name.
+The fork server is the library's (`hvdlite.worker.fork_server`), run by the job's own interpreter with the options and
+the environment of the workers, some seconds after the first of them has called hvd.init(): then it does not compete
+with their start, and a short job has none. Requests and answers are JSON, one message each on a socket without a name.
 
 A worker is started so only where that makes no difference to its program: its command is one of Python's that
 `python_command` understands, its environment differs from the server's in the variables of its place alone, and what
@@ -43,7 +43,7 @@ _CODE = """\
 import sys
 if not getattr(sys.flags, "safe_path", sys.flags.isolated): sys.path[0] = sys.argv[1]
 del sys
-from hvdlite.fork_server import serve
+from hvdlite.worker.fork_server import serve
 serve({fd}, {agent})
 """
 

@@ -18,7 +18,7 @@ from ..plan.hosts import Host
 from ..plan.job_spec import JobSpec
 from ..store.server import Store
 from ..system.terminal_text import say
-from .failure_message import Outcome
+from ..workers.failure_message import Outcome
 from .launch import count_slots, launch
 
 

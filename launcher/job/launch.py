@@ -17,13 +17,32 @@ from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
 from ..agents.agent_group import AGENT_S, Agents
+from ..elastic.chaos_job import SAYS, ChaosFaults, ChaosJob, said_of_faults
+from ..elastic.discovery import Discovery
+from ..elastic.elastic_hosts import ElasticHosts
+from ..elastic.elastic_job import ElasticJob
+from ..elastic.membership import REST_S, Membership
 from ..errors import UsageError, why_not_written
 from ..plan.chaos_spec import ChaosSpec
 from ..plan.hosts import AUTO, Host, count_auto_slots, each_machine_once
 from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot, plan_slots
-from ..report.console import Console
-from ..report.reports import Reports
+from ..screen.job_screen import Screen, draws_in_place
+from ..screen.json_log import JsonLog
+from ..screen.log_events import LogEvents
+from ..screen.output_files import OutputFiles
+from ..screen.shown_ranks import shown_by_rank, shown_by_slots
+from ..status.console import Console
+from ..status.first_minute import FirstMinute
+from ..status.job_facts import JobFacts
+from ..status.late_start import LateStart
+from ..status.live_view import LiveView, make_view
+from ..status.metrics import METRICS_EACH_S, Metrics
+from ..status.progress import JobProgress
+from ..status.reports import Reports
+from ..status.summary import Summary
+from ..status.watch import EACH_S as WATCH_EACH_S
+from ..status.watch import Watch
 from ..store.server import Store
 from ..system import process_tree
 from ..system.signals import signals_as_bytes
@@ -38,33 +57,14 @@ from ..wire.messages import (
     ScreenDone,
     UserSignal,
 )
-from .chaos_job import SAYS, ChaosFaults, ChaosJob, said_of_faults
-from .discovery import Discovery
-from .elastic_hosts import ElasticHosts
-from .elastic_job import ElasticJob
-from .ending import Ending
-from .failure_message import Outcome
-from .first_failure import FirstFailure
-from .first_minute import FirstMinute
-from .generation_table import GenerationTable
-from .job_facts import JobFacts
-from .json_log import JsonLog
-from .late_start import LateStart
+from ..workers.ending import Ending
+from ..workers.failure_message import Outcome
+from ..workers.first_failure import FirstFailure
+from ..workers.generation_table import GenerationTable
+from ..workers.roster import Roster
+from ..workers.trained_apart import TrainedApart
 from .launcher_stdin import Stdin, echoes
-from .live_view import LiveView, make_view
-from .log_events import LogEvents
-from .membership import REST_S, Membership
-from .metrics import METRICS_EACH_S, Metrics
-from .output_files import OutputFiles
-from .progress import JobProgress
-from .roster import Roster
-from .screen import Screen, draws_in_place
-from .shown_ranks import shown_by_rank, shown_by_slots
-from .summary import Summary
 from .supervisor import Judgement, Observer, Supervisor
-from .trained_apart import TrainedApart
-from .watch import EACH_S as WATCH_EACH_S
-from .watch import Watch
 
 _FOR_WORKERS = (signal.SIGUSR1, signal.SIGUSR2)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *_FOR_WORKERS)

@@ -54,9 +54,9 @@ from ..wire.messages import (
     UserSignal,
     WatchAsked,
 )
-from .ending import Ending
-from .failure_message import Outcome
-from .roster import Roster
+from ..workers.ending import Ending
+from ..workers.failure_message import Outcome
+from ..workers.roster import Roster
 
 
 class Screen(Protocol):
@@ -74,7 +74,7 @@ class Input(Protocol):
 
 
 class Reports(Protocol):
-    """Takes reports on what the workers do: `report.reports.Reports`."""
+    """Takes reports on what the workers do: `status.reports.Reports`."""
 
     def on_asked(self, asked: ReportAsked) -> None: ...
     def on_stalled(self, stalled: Stalled) -> None: ...

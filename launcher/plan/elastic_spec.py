@@ -1,6 +1,7 @@
 """The settings of an elastic job, and of one that is restarted after a failure, as plain values.
 
-`cli.elastic_flags` makes them for a `JobSpec`; `job.membership` follows the policy, `job.discovery` runs the script.
+`cli.elastic_flags` makes them for a `JobSpec`; `elastic.membership` follows the policy, `elastic.discovery` runs the
+script.
 """
 
 from __future__ import annotations

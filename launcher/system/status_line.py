@@ -1,6 +1,6 @@
 """`StatusLine`: one line on the terminal that says what is being waited for, and goes away.
 
-`agents` shows one while it connects to hosts. Once a job runs, `job.screen` owns the terminal.
+`agents` shows one while it connects to hosts. Once a job runs, `screen.job_screen` owns the terminal.
 """
 
 from __future__ import annotations

@@ -4,5 +4,5 @@
 
 Modules import only what stands before them:
 
-    worker_requests < store_messages < messages < agent_frames < channel
+    worker_requests < silent_links < store_messages < messages < agent_frames < channel
 """

@@ -101,7 +101,7 @@ class InitFailed:
 
 @dataclass(frozen=True)
 class Alive:
-    """A worker's answer to question ``number`` of `job.hangs`.
+    """A worker's answer to question ``number`` of `elastic.hangs`.
 
     ``waited_s`` is for how long it has waited for other ranks, in what it waits for now; 0 if for nothing.
     ``addresses`` are its own on connections to ranks on other hosts. ``silent_s`` says for how many seconds nothing has

@@ -46,7 +46,7 @@ class StoreRequest(IntEnum):
     # refused it].
     INIT_FAILED = 12  # number of the worker whose hvd.init() has raised an exception ── nothing
     # Between hosts it has a fourth argument, JSON: [its addresses, {other address: seconds without an answer}].
-    ALIVE = 13  # number of the worker, of the question (`job.hangs`), milliseconds that it has waited ── nothing
+    ALIVE = 13  # number of the worker, of the question (`elastic.hangs`), milliseconds that it has waited ── nothing
     STALLED = 14  # number of the worker, milliseconds that it has waited for other ranks ── nothing
 
 

@@ -7,16 +7,14 @@ import signal
 from queue import Empty
 
 import pytest
-from hvdlite_launcher.job.chaos_job import ChaosFaults, ChaosJob, said_of_faults
-from hvdlite_launcher.job.elastic_hosts import ElasticHosts
-from hvdlite_launcher.job.elastic_job import ElasticJob
-from hvdlite_launcher.job.ending import Ending
-from hvdlite_launcher.job.membership import Membership
-from hvdlite_launcher.job.roster import Roster
+from hvdlite_launcher.elastic.chaos_job import ChaosFaults, ChaosJob, said_of_faults
+from hvdlite_launcher.elastic.elastic_hosts import ElasticHosts
+from hvdlite_launcher.elastic.elastic_job import ElasticJob
+from hvdlite_launcher.elastic.membership import Membership
 from hvdlite_launcher.job.supervisor import Supervisor
 from hvdlite_launcher.plan.chaos_spec import parse_chaos
 from hvdlite_launcher.plan.elastic_spec import OnFailure, Policy
-from hvdlite_launcher.report.reports import Reports
+from hvdlite_launcher.status.reports import Reports
 from hvdlite_launcher.store.server import Store
 from hvdlite_launcher.wire.messages import (
     Answered,
@@ -31,6 +29,8 @@ from hvdlite_launcher.wire.messages import (
     Newcomers,
     StepDiscarded,
 )
+from hvdlite_launcher.workers.ending import Ending
+from hvdlite_launcher.workers.roster import Roster
 
 TIME_PASSES = object()
 

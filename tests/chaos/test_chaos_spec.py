@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from hvdlite_launcher.cli.hvdlite_run import job_of, read_flags
+from hvdlite_launcher.elastic.chaos_report import ChaosReport, Record
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.job.chaos_report import ChaosReport, Record
 from hvdlite_launcher.plan.chaos_spec import POINTS, Fault, parse_chaos, worker_form
 
 ELASTIC = ("-np", "4", "--min-np", "2")

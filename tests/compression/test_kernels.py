@@ -26,7 +26,7 @@ from hvdlite.compression.kernels import (
     scale_by,
     scale_cast,
 )
-from hvdlite.optim import builtin_exchanges
+from hvdlite.exchanges import builtin_exchanges
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NARROWER = {frozenset((torch.float16, torch.bfloat16))}

@@ -81,7 +81,7 @@ def start(launch, tmp_path):
 
 
 def servers(job: Launch) -> list[psutil.Process]:
-    return [each for each in job.processes() if "hvdlite.fork_server" in " ".join(each.cmdline())]
+    return [each for each in job.processes() if "hvdlite.worker.fork_server" in " ".join(each.cmdline())]
 
 
 def test_a_worker_that_replaces_another_has_torch_imported_at_its_first_line(start, tmp_path):

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from e2e.conftest import assert_clean, is_called, ready, wait_until
-from hvdlite_launcher.job.ending import SAME_SIGNAL_S
+from hvdlite_launcher.workers.ending import SAME_SIGNAL_S
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from e2e.conftest import PATIENCE_S, Launch, wait_until
 from hangs import HOLDS_THE_LOCK, KINDS, PROGRAM, STOP, Hang, as_argument, line_of, seeded_cut, seeded_hangs
-from hvdlite_launcher.report.console import ask_for_report
+from hvdlite_launcher.status.console import ask_for_report
 from long_run import chosen
 
 pytestmark = pytest.mark.slow

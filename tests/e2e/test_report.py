@@ -12,7 +12,7 @@ import time
 import pytest
 from e2e.conftest import wait_until
 from e2e.machines import why_there_are_none
-from hvdlite_launcher.report.console import ask_for_report, running_jobs
+from hvdlite_launcher.status.console import ask_for_report, running_jobs
 
 pytestmark = pytest.mark.slow
 

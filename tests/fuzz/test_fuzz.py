@@ -23,9 +23,9 @@ from fuzz.rules import Rules
 from fuzz.shrinking import size_of
 from fuzz.source import Source, runnable
 from fuzz.truth import Truth
-from hvdlite.optim.bucket import Bucket
-from hvdlite.optim.builtin_exchanges import AllReduce
-from hvdlite.optim.gradient_state import GradientState
+from hvdlite.buckets.bucket import Bucket
+from hvdlite.buckets.gradient_state import GradientState
+from hvdlite.exchanges.builtin_exchanges import AllReduce
 from hvdlite.optim.reducer import Reducer
 
 # Programs use what hvdlite and torch warn of.

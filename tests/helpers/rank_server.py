@@ -6,8 +6,9 @@ Has imported torch and hvdlite once, so that ranks of the tests' jobs need not. 
 
 A process cannot be given to another parent, and a worker has to be a child of its agent. So it is the agent that is a
 copy of the server, through its remote parent. It begins with a fork source: a child that does nothing but fork what
-becomes a child of the agent, as `hvdlite.fork_server` does for workers that replace others. Copies and new processes
-differ in how they come to be alone; each program begins in the interpreter's main program, by `hvdlite.forked_program`.
+becomes a child of the agent, as `hvdlite.worker.fork_server` does for workers that replace others. Copies and new
+processes differ in how they come to be alone; each program begins in the interpreter's main program, by
+`hvdlite.worker.forked_program`.
 
 A worker is a copy only where that makes no difference to its program; otherwise the agent starts it as it would without
 this: it is no program of Python's, does not use torch, or has options or variables that an interpreter reads when it
@@ -45,7 +46,7 @@ from hvdlite_launcher.system import process_tree
 from hvdlite_launcher.wire.messages import StartJob
 
 import hvdlite
-from hvdlite import fork_server, forked_program, process_words
+from hvdlite.worker import fork_server, forked_program, process_words
 
 _ANSWER_BYTES = 64
 _HOOK = os.path.join(os.path.dirname(os.path.abspath(start_workers.__file__)), "path")

@@ -7,61 +7,63 @@ from .trial import Mutant
 _OPTIM = [
     Mutant(
         "a bucket is closed although the next parameter just fits",
-        "hvdlite/optim/plan.py",
+        "hvdlite/buckets/plan.py",
         "filled[index] + need > cap_bytes",
         "filled[index] + need >= cap_bytes",
-        ("tests/optim/test_plan.py::test_a_bucket_that_is_closed_had_no_room_for_the_next_parameter",),
+        ("tests/buckets/test_plan.py::test_a_bucket_that_is_closed_had_no_room_for_the_next_parameter",),
     ),
     Mutant(
         "aligned gradients overlap",
-        "hvdlite/optim/plan.py",
+        "hvdlite/buckets/plan.py",
         "return -(-numel // step) * step",
         "return numel // step * step",
-        ("tests/optim/test_plan.py::test_slices_do_not_overlap_and_lie_before_the_flags",),
+        ("tests/buckets/test_plan.py::test_slices_do_not_overlap_and_lie_before_the_flags",),
     ),
     Mutant(
         "a missing gradient is that of the step before",
-        "hvdlite/optim/bucket.py",
+        "hvdlite/buckets/bucket.py",
         "            state.view.zero_()\n",
         "",
         ("tests/optim/test_incomplete_steps.py::test_a_grad_scaler_decides_on_averages_whenever_a_step_is_asked_for",),
     ),
     Mutant(
         "gradients that are scaled are scaled once more with the others",
-        "hvdlite/optim/bucket.py",
+        "hvdlite/buckets/bucket.py",
         "            if state.ready and not state.scaled:",
         "            if state.ready:",
         (
-            "tests/optim/test_exact_averages.py::test_gradients_that_were_added_to_in_place_and_new_ones_are_scaled_once_each",
+            "tests/exchanges/test_exact_averages.py::test_gradients_that_were_added_to_in_place_and_new_ones_are_scaled_once_each",
         ),
     ),
     Mutant(
         "ranks beyond the first block are counted in the first",
-        "hvdlite/optim/flags.py",
+        "hvdlite/buckets/flags.py",
         "counts[self.ranks.rank // RANKS_PER_COUNT]",
         "counts[0]",
-        ("tests/optim/test_flags.py::test_ranks_that_take_part_are_counted_exactly_whatever_travels",),
+        ("tests/buckets/test_flags.py::test_ranks_that_take_part_are_counted_exactly_whatever_travels",),
     ),
     Mutant(
         "ranks that sit out are never in the divisor",
-        "hvdlite/optim/flags.py",
+        "hvdlite/buckets/flags.py",
         "or self._size if left_out > 0 else self._size",
         "or self._size if left_out >= 0 else self._size",
-        ("tests/optim/test_flags.py::test_ranks_that_sit_out_and_count_as_zero_leave_the_average_over_all",),
+        ("tests/buckets/test_flags.py::test_ranks_that_sit_out_and_count_as_zero_leave_the_average_over_all",),
     ),
     Mutant(
         "memory that a collective still writes to is used again",
-        "hvdlite/optim/in_flight.py",
+        "hvdlite/buckets/in_flight.py",
         "            in_flight.bucket.abandon()\n        self._waiting.clear()",
         "            pass\n        self._waiting.clear()",
         ("tests/optim/test_errors.py::test_what_is_under_way_when_a_step_is_given_up_writes_into_no_later_gradient",),
     ),
     Mutant(
         "a residual of another scale is scaled the wrong way",
-        "hvdlite/optim/residuals.py",
+        "hvdlite/exchanges/residuals.py",
         "part * (scale / old_scale)",
         "part * (old_scale / scale)",
-        ("tests/optim/test_residuals.py::test_a_residual_of_gradients_with_another_factor_gets_that_of_the_next_ones",),
+        (
+            "tests/exchanges/test_residuals.py::test_a_residual_of_gradients_with_another_factor_gets_that_of_the_next_ones",
+        ),
     ),
 ]
 
@@ -274,7 +276,7 @@ _LAUNCHER = [
     ),
     Mutant(
         "after a failure workers have the longer grace",
-        "launcher/job/ending.py",
+        "launcher/workers/ending.py",
         "min(self._grace, FAILURE_GRACE_S)",
         "max(self._grace, FAILURE_GRACE_S)",
         (
@@ -314,10 +316,10 @@ _LAUNCHER = [
     ),
     Mutant(
         "workers that are being ended are counted as ranks",
-        "launcher/job/membership.py",
+        "launcher/elastic/membership.py",
         "each is not None and not each.is_dismissed and not each.is_being_ended]",
         "each is not None and not each.is_dismissed]",
-        ("tests/launcher/job/test_membership.py::test_when_all_hosts_are_blacklisted_that_is_said_before_the_end",),
+        ("tests/launcher/elastic/test_membership.py::test_when_all_hosts_are_blacklisted_that_is_said_before_the_end",),
     ),
 ]
 

@@ -17,14 +17,14 @@ from training import take_steps, wrap
 from worlds import PLAIN, run_generations, run_worlds
 
 import hvdlite as hvd
+from hvdlite.buckets.plan import ParamSpec
+from hvdlite.buckets.settings import Settings
 from hvdlite.comm.engine import SingleRankEngine
 from hvdlite.comm.group import Group
 from hvdlite.environment import Environment
 from hvdlite.optim import autotune
 from hvdlite.optim import optimizer as optimizer_module
 from hvdlite.optim.autotune import SIZES, GradientType, Line, candidates, fit, measure, tuned_cap
-from hvdlite.optim.plan import ParamSpec
-from hvdlite.optim.settings import Settings
 
 KIB = 2**10
 DEFAULT = 16 * 2**20

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdlite.buckets.plan import ParamSpec, plan_buckets
 from hvdlite.optim.autotune import SIZES, SMALLEST_CAP_BYTES, Candidate, GradientType, Line, candidates, fit, step_s
-from hvdlite.optim.plan import ParamSpec, plan_buckets
 
 KIB = 2**10
 CPU32 = GradientType("cpu", "float32")

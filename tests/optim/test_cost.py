@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 from training import take_steps, wrap
 
 import hvdlite as hvd
+from hvdlite.buckets import parameter_check
 from hvdlite.comm import torch_engine
 from hvdlite.comm.group import Group
-from hvdlite.optim import parameter_check
 
 OPTIM = Path(parameter_check.__file__).parent
 

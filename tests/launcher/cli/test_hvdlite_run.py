@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from hvdlite_launcher.cli import flag_parser, hvdlite_run, watch_job
-from hvdlite_launcher.report import console
-from hvdlite_launcher.report.console import Console
+from hvdlite_launcher.status import console
+from hvdlite_launcher.status.console import Console
 
 HELP = Path(__file__).with_name("help.txt")
 OF_TORCHRUN = "is a flag of torchrun. Run hvdlite-run once, on one host: -np is the number of all workers, and -H"

@@ -10,7 +10,7 @@ import pytest
 from hvdlite_launcher.cli import watch_job as watching
 from hvdlite_launcher.cli.watch_job import watch_job
 from hvdlite_launcher.errors import JobEndsError, UsageError
-from hvdlite_launcher.job.job_view import JobView
+from hvdlite_launcher.status.job_view import JobView
 
 NOT_THERE = UsageError("--watch: no hvdlite-run with this process number runs here")
 ENDING = JobEndsError("--watch: hvdlite-run does not answer: its job is ending")

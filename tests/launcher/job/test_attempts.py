@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from hvdlite_launcher.agents.wait_for_agents import UnreachableError
 from hvdlite_launcher.job import attempts
-from hvdlite_launcher.job.failure_message import Outcome
 from hvdlite_launcher.plan.elastic_spec import RestartSpec
 from hvdlite_launcher.plan.exported_variables import Environment
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.job_spec import JobSpec
 from hvdlite_launcher.store.server import Store
+from hvdlite_launcher.workers.failure_message import Outcome
 
 JOB = JobSpec(
     hosts=(Host("a", 2), Host("b", 2)),

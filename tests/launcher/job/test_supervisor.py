@@ -6,13 +6,10 @@ from dataclasses import dataclass, replace
 from queue import Empty
 
 import pytest
-from hvdlite_launcher.job.ending import FAILURE_GRACE_S, SAME_SIGNAL_S, Ending
-from hvdlite_launcher.job.first_failure import PEER_LEFT_S, PEER_LOST_S, SAME_TIME_S, FirstFailure
-from hvdlite_launcher.job.roster import Roster
 from hvdlite_launcher.job.supervisor import Supervisor
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.slots import plan_slots
-from hvdlite_launcher.report.reports import Reports
+from hvdlite_launcher.status.reports import Reports
 from hvdlite_launcher.wire.messages import (
     Event,
     Exited,
@@ -29,6 +26,9 @@ from hvdlite_launcher.wire.messages import (
     Started,
     UserSignal,
 )
+from hvdlite_launcher.workers.ending import FAILURE_GRACE_S, SAME_SIGNAL_S, Ending
+from hvdlite_launcher.workers.first_failure import PEER_LEFT_S, PEER_LOST_S, SAME_TIME_S, FirstFailure
+from hvdlite_launcher.workers.roster import Roster
 
 GRACE = 30.0  # the grace after a signal to the launcher
 INT, TERM, KILL, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.job.output_files import OutputFiles
+from hvdlite_launcher.screen.output_files import OutputFiles
 from hvdlite_launcher.system.safe_files import ForeignLinkError, create
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes what is another user's")

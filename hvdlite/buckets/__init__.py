@@ -1,0 +1,13 @@
+"""
+Gradients in buckets: which gradient lies where, when a bucket is full, and what is sent for it.
+
+    hook ── gradient_state ── layout (buckets, as `plan` lays them out) ── in_flight (an exchange) ── averages
+
+`optim.reducer` owns one `Layout` and one queue of exchanges in flight. `exchange` is what `exchanges` implement;
+`outer` and `settings` have what users choose.
+
+Modules import only what stands before them:
+
+    plan < gradient_state < flags < weights < bucket < further_rounds < unbucketed_gradients < layout
+        < step_trace < exchange < outer < settings < parameter_check < in_flight
+"""

@@ -1,0 +1,13 @@
+"""
+What is sent for a bucket, and how ranks come to its average: in one all-reduce, between hosts, or with a codec.
+
+    bucket ── exchange_choice ── one Exchange ── begin (works on links) ── finish ── average, and exchange_state
+
+`optim.world_plan` chooses one exchange for each optimizer and world. `sparse_gather` is for sparse gradients, which are
+in no bucket.
+
+Modules import only what stands before them:
+
+    builtin_exchanges < stages < residuals < between_hosts < encoded < low_rank_exchange < top_k_exchange
+        < exchange_choice < sparse_gather < exchange_state
+"""

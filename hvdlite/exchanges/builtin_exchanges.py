@@ -1,0 +1,273 @@
+"""
+The built-in exchanges whose wires are summed.
+
+    AllReduce            casts a bucket if there is a cast compression, sums it over all ranks, and divides it
+    CompressedAllReduce  compresses gradients by a user's own compression, sums the wires over all ranks, divides them
+    StepAdasum           combines by Adasum what each rank's own optimizer step has changed (arXiv 2006.02924)
+    SingleRank           does nothing, for a single rank
+
+`exchange_choice` makes one for an optimizer; `in_flight` and `step_deltas` call it for each bucket. Sparse gradients
+use none of these: see `sparse_gather`. `encoded` has the exchange for formats that cannot be summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..buckets.exchange import Exchange, ExchangeWork, Gradients, Links
+from ..buckets.flags import ParticipantCount, presence_of
+from ..buckets.plan import BucketPlan
+from ..buckets.settings import Scaling, Settings
+from ..comm.flat_bytes import as_real
+from ..comm.group import Group
+from ..comm.reduce_op import Adasum
+from ..compression.casts import CastCompression
+from ..compression.custom import CustomCompression, Packed
+from ..ops.failures import raise_together
+from ..ops.packing import PackedTensors, put_back
+from ..ops.reduction import Reduction, Underway
+
+# Device types on which a bucket is scaled and cast in one pass. On a CPU two passes are faster: PyTorch's one-pass
+# operation makes a copy.
+SCALES_ON_THE_WAY = frozenset({"cuda"})
+
+
+class SingleRank(Exchange):
+    """The exchange of a single rank: leaves gradients where autograd has put them, without buckets and copies."""
+
+    by_host = False
+    aligned = True
+
+    def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
+        """Launches nothing."""
+        return ExchangeWork()
+
+    def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
+        """Changes nothing."""
+
+
+class AllReduce(Exchange):
+    """Averages or sums a bucket by one all-reduce, cast to 16 bits where the settings say so."""
+
+    word = "all-reduce"
+    by_host = False
+    aligned = True
+    carries_counts = True
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._wires = _Wires()
+        # By dtype and number of ranks, since many buckets share one.
+        self._scalings: dict[tuple[torch.dtype, int], Scaling] = {}
+
+    def scale_before(self, dtype: torch.dtype, size: int) -> float:
+        """Returns the factor of gradients before they are summed, as in `Settings.scaling`."""
+        return self._settings.scaling(dtype, size).before
+
+    def scales(self, plan: BucketPlan) -> bool:
+        """Whether `begin` casts this bucket, on a device where scaling in the same pass costs nothing."""
+        return plan.device.type in SCALES_ON_THE_WAY and self._cast_of(plan) is not None
+
+    def _cast_of(self, plan: BucketPlan) -> CastCompression | None:
+        """Returns the cast of this bucket, or None if it is sent in its own dtype."""
+        cast = self._settings.compression
+        return cast if isinstance(cast, CastCompression) and cast.casts(plan.dtype.to_real()) else None
+
+    def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
+        """Casts the bucket with its counts into a wire, or uses its own memory, and launches the all-reduce."""
+        wire, memory = as_real(gradients.with_counts), None
+        cast = self._cast_of(gradients.plan)
+        if cast is not None:
+            source = wire
+            memory = self._wires.take(links.all, source.numel(), cast.dtype, source.device)
+            wire = memory.tensor
+            # Only the gradients are scaled, not the counts behind them.
+            cast.convert(source, gradients.scale, as_real(gradients.flat).numel(), wire)
+        if gradients.launching is not None:
+            gradients.launching()
+        work = links.all.all_reduce(wire, f"the {self.word} of the {gradients.what}")
+        return ExchangeWork([work], (links.all.size, cast, memory), wire, takes_memory=memory is not None)
+
+    def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
+        """Casts the sum back into the bucket, and divides it where the result is an average."""
+        size, cast, memory = begun.kept
+        dtype = gradients.plan.dtype
+        scaling = self._scalings.get((dtype, size))
+        if scaling is None:
+            scaling = self._scalings[dtype, size] = self._settings.scaling(dtype, size)
+        total = as_real(gradients.flat)
+        if cast is not None:
+            factor = 1.0
+            if scaling.over is not None:
+                # Scale in the cast as if all ranks took part. `Scaling.finish` corrects this if some did not.
+                factor, scaling = scaling.over / size, replace(scaling, over=float(size))
+            cast.convert(memory.tensor, factor, total.numel(), as_real(gradients.with_counts))
+            self._wires.give_back(memory)
+        scaling.finish(total, count)
+
+
+class CompressedAllReduce(Exchange):
+    """Compresses a bucket's gradients by a user's own compression, and averages or sums the wires.
+
+    The ranks first check together that the compression worked on all of them and made wires of equal sizes. So an
+    error on one rank is an error on all, in the same bucket. `begin` waits for this check. Therefore buckets are not
+    sent during backward, when another rank may be waiting in a different collective.
+    """
+
+    word = "all-reduce"
+    by_host = False
+    during_backward = False
+    carries_counts = True
+    tells_failures = True
+
+    def __init__(self, settings: Settings) -> None:
+        assert isinstance(settings.compression, CustomCompression), "others need no packing"
+        self._compression = settings.compression
+        self._reduction = settings.of_wires()
+
+    def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
+        """Compresses, waits until all ranks have, and launches the all-reduces of the wires."""
+        what = f"the {self.word} of the {gradients.what}"
+        tensors, words = [as_real(gradients.flat)], [f"the {gradients.plan.describe()}"]
+        if self._compression.takes_each:
+            tensors, words = list(gradients.pieces), [f"the gradient of {name!r}" for name in gradients.names]
+        pack = PackedTensors(self._compression, tensors, words, self._reduction.check_wire)
+        if not gradients.takes_part:
+            pack.clear()
+        tail = as_real(gradients.counts)
+        counts = [int(count) for count in tail.tolist()]
+        sums = raise_together(links.all, pack.failure, what, layout=pack.layout, counts=counts)
+        tail.copy_(torch.tensor(sums, dtype=torch.int64, device="cpu"))
+        divisor = int(ParticipantCount(presence_of(gradients.plan, gradients.counts), links.all.size))
+        flats = list(pack.flats())
+        underway = [self._reduction.begin(links.all, flat, counts, divisor, what) for flat, counts, _ in flats]
+        works = [each.work for each in underway if each.work is not None]
+        elsewhere = any(_is_elsewhere(flat, gradients.flat) for flat, _, _ in flats)
+        return ExchangeWork(
+            works, _Packed(pack, flats, underway), flats[-1][0] if works else None, takes_memory=elsewhere
+        )
+
+    def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
+        """Decompresses the averages into the bucket."""
+        pack, flats, underway = begun.kept
+        for each, (flat, counts, packed) in zip(underway, flats, strict=True):
+            each.finish()
+            put_back(flat, counts, packed)
+        if gradients.takes_part:
+            pack.unpack()
+            begun.failure = pack.failure
+        # Frees the wires.
+        begun.kept, begun.wire, begun.works = None, None, ()
+        pack.packed.clear()
+
+
+class _Packed(NamedTuple):
+    pack: PackedTensors
+    flats: list[tuple[Tensor, list[int], list[Packed]]]
+    underway: list[Underway]
+
+
+class StepAdasum(Exchange):
+    """Combines what the ranks' optimizer steps have changed by Adasum, with separate dot products for each parameter.
+
+    `begin` waits for the other ranks, one bucket after the other: the deltas exist only after the optimizer's step.
+    """
+
+    word = "Adasum"
+    by_host = False
+    after_step = True
+    aligned = True
+    during_backward = False
+
+    def __init__(self, settings: Settings) -> None:
+        self._compression = settings.compression
+
+    def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
+        """Combines the deltas, and waits for the result."""
+        what = f"the {self.word} of the {gradients.what}"
+        counts = [piece.spec.numel for piece in gradients.plan.slices]
+        if isinstance(self._compression, CustomCompression):
+            tensors = list(gradients.pieces) if self._compression.takes_each else [as_real(gradients.flat)]
+            _combine_packed(links.all, self._compression, tensors, counts, what)
+        else:
+            Reduction(Adasum, compression=self._compression).all_reduce(links.all, gradients.flat, counts, 1, what)
+        return ExchangeWork()
+
+    def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
+        """Does nothing: `begin` has already combined the deltas."""
+
+
+def _combine_packed(
+    group: Group, compression: CustomCompression, tensors: Sequence[Tensor], counts: Sequence[int], what: str
+) -> None:
+    """Replaces the deltas, in place, by the Adasum of all ranks' deltas, compressed by a user's own compression.
+
+    ``tensors`` holds either one tensor for each parameter or one flat tensor of all parameters. ``counts`` are the
+    numbers of elements of the parameters.
+    """
+    reduction = Reduction(Adasum)
+
+    def check(tensor: Tensor, wire: Tensor, of: str) -> None:
+        is_inexact = wire.is_floating_point() or wire.is_complex()
+        if is_inexact:
+            reduction.check_dtype(wire, of)
+        if not is_inexact or _reals(wire) != _reals(tensor):
+            raise ValueError(
+                f"op=hvd.Adasum: {of}: {compression!r} makes {wire.numel()} numbers of {wire.dtype} out of "
+                f"{tensor.numel()} of {tensor.dtype}: use a compression that keeps the number of elements and floats"
+            )
+
+    pack = PackedTensors(compression, tensors, [what] * len(tensors), check)
+    raise_together(group, pack.failure, what, layout=pack.layout)
+    for flat, own_counts, packed in pack.flats():
+        of_params = own_counts if len(tensors) > 1 else [count * flat.numel() // sum(counts) for count in counts]
+        reduction.all_reduce(group, flat, of_params, 1, what)
+        put_back(flat, own_counts, packed)
+    pack.unpack()
+    raise_together(group, pack.failure, f"the end of {what}")
+
+
+class _Wire(NamedTuple):
+    """A tensor to send, and the memory under it if `_Wires` is to reuse that."""
+
+    tensor: Tensor
+    memory: Tensor | None
+
+
+class _Wires:
+    """A pool of memory for wires on a CPU, in the engine's own memory where it has some. Buckets reuse it in turn."""
+
+    def __init__(self) -> None:
+        # Memory that no wire uses now.
+        self._free: list[Tensor] = []
+
+    def take(self, group: Group, numel: int, dtype: torch.dtype, device: torch.device) -> _Wire:
+        """Returns a flat, uninitialized tensor to send between a group's ranks."""
+        if device.type != "cpu":
+            # PyTorch's allocator pools such memory itself, and knows which stream still reads it.
+            return _Wire(torch.empty(numel, dtype=dtype, device=device), None)
+        nbytes = numel * dtype.itemsize
+        memory = next((each for each in self._free if each.numel() >= nbytes), None)
+        # If no free memory is large enough, drop all of it: memory for the largest bucket serves the others too.
+        self._free = [] if memory is None else [each for each in self._free if each is not memory]
+        if memory is None:
+            memory = group.zeros(nbytes, torch.uint8, device)
+        return _Wire(memory[:nbytes].view(dtype), memory)
+
+    def give_back(self, wire: _Wire) -> None:
+        """Returns a wire's memory to the pool, after the collective has ended and the wire was read."""
+        if wire.memory is not None:
+            self._free.append(wire.memory)
+
+
+def _reals(tensor: Tensor) -> int:
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def _is_elsewhere(flat: Tensor, buffer: Tensor) -> bool:
+    return flat.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()

@@ -1,0 +1,35 @@
+"""`exchange_of` makes the exchange of an optimizer, by its settings. `reducer` and `autotune` call it."""
+
+from __future__ import annotations
+
+from ..buckets.exchange import Exchange
+from ..buckets.settings import Settings
+from ..comm.reduce_op import Adasum
+from ..compression.low_rank import LowRank
+from ..compression.top_k import TopK
+from .builtin_exchanges import AllReduce, CompressedAllReduce, SingleRank, StepAdasum
+from .encoded import EncodedExchange
+from .low_rank_exchange import LowRankExchange
+from .top_k_exchange import TopKExchange
+
+
+def exchange_of(settings: Settings, size: int) -> Exchange:  # noqa: PLR0911 - one for each kind
+    """Creates an optimizer's exchange over ``size`` ranks. Raises TypeError if a user's factory returns no Exchange."""
+    if settings.exchange is not None:
+        exchange = settings.exchange()
+        if not isinstance(exchange, Exchange):
+            raise TypeError(f"exchange={settings.exchange!r} made {exchange!r}, which is not an hvd.Exchange")
+        return exchange
+    if settings.op is Adasum:
+        return StepAdasum(settings)
+    if settings.packs:
+        return CompressedAllReduce(settings)
+    if settings.leaves_gradients(size):
+        return SingleRank()
+    if settings.codec is None:
+        return AllReduce(settings)
+    if isinstance(settings.codec, LowRank):
+        return LowRankExchange(settings, settings.codec)
+    if isinstance(settings.codec, TopK):
+        return TopKExchange(settings, settings.codec)
+    return EncodedExchange(settings, settings.codec)

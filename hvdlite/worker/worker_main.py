@@ -1,0 +1,92 @@
+"""
+The main program of the workers that `hvdlite_launcher.run` starts: calls the function that the user passed to `run`.
+
+    store: "call" ── unpickle ── func(*args, **kwargs) ── pickle ── store: "return/WORKER"; append WORKER to "returned"
+
+WORKER is the worker's number. With the value goes its rank, which it has in an elastic job only once it called `init`.
+
+Return values are pickled by cloudpickle, since they may be of classes that the caller's main program defines. The store
+keys and their values are a contract with `hvdlite_launcher`: `function_messages` transports them, `caller` reads them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Mapping
+
+from ..environment import launcher_variable
+from ..errors import words_of
+from ..rendezvous.launchers import read_elastic_worker
+from ..rendezvous.store_client import StoreClient, StoreRequest
+from ..runtime.world import last_seat
+
+
+def main(environ: Mapping[str, str] = os.environ) -> None:
+    """Calls the function once and stores its return value, or the exception that it raised, for the caller of `run`.
+
+    An exception is raised again once it is stored. sys.exit() in the function ends the worker and stores nothing.
+    """
+    own_pid = os.getpid()
+    client = StoreClient.from_url(launcher_variable("STORE", environ))
+    path, call = pickle.loads(client.get_large(b"call"))
+    # The caller's path, because functions of its modules are pickled by name. Missing directories have no effect.
+    sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
+    try:
+        func, args, kwargs = pickle.loads(call)
+        value = _pickled(func(*args, **kwargs), "what the function returned")
+    except Exception as error:
+        if os.getpid() != own_pid:  # in a process that the function has forked
+            raise
+        _tell(client, environ, {"value": None, **_told_of(error)})
+        # The caller of `run` gets the traceback, so this process does not print it. It still ends by the exception,
+        # because exit handlers look at it.
+        sys.excepthook = lambda *_: None
+        raise
+    if os.getpid() == own_pid:
+        _tell(client, environ, {"value": value})
+
+
+def _pickled(value: object, what: str) -> bytes:
+    # Imported now: it may be installed only on the caller's path, which has been set by now.
+    import cloudpickle  # type: ignore[import-untyped]  # noqa: PLC0415  # it has no types
+
+    try:
+        data: bytes = cloudpickle.dumps(value)
+    except Exception as error:
+        raise pickle.PicklingError(f"{what} cannot be pickled, to be sent back: {words_of(error)}") from error
+    return data
+
+
+def _told_of(error: Exception) -> dict[str, object]:
+    try:
+        pickled = _pickled(error, "the exception")
+    except pickle.PicklingError:
+        pickled = None  # the caller shows its text
+    own_frame = error.__traceback__
+    below = own_frame.tb_next if own_frame is not None else None
+    return {
+        "error": pickled,
+        "summary": "".join(traceback.format_exception_only(error)).strip(),
+        "traceback": "".join(traceback.format_exception(type(error), error, below)),
+    }
+
+
+def _tell(client: StoreClient, environ: Mapping[str, str], what: Mapping[str, object]) -> None:
+    worker = launcher_variable("WORKER", environ).encode()
+    told = {"host": launcher_variable("HOST", environ), **_place(environ), **what}
+    client.set_large(b"return/" + worker, pickle.dumps(told))
+    client.request(StoreRequest.APPEND, [b"returned", worker + b" "])
+
+
+def _place(environ: Mapping[str, str]) -> dict[str, int | None]:
+    """Returns this worker's rank and size; in an elastic job those of its last world, and which one that was."""
+    if read_elastic_worker(environ) is None:
+        rank, size = (int(launcher_variable(name, environ)) for name in ("RANK", "SIZE"))
+        return {"generation": None, "rank": rank, "size": size}
+    seat = last_seat()
+    if seat is None:
+        return {"generation": 0, "rank": None, "size": None}
+    return {"generation": seat.generation, "rank": seat.rank, "size": seat.size}

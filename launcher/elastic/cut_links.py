@@ -1,0 +1,112 @@
+"""`CutLinks`: finds hosts of an elastic job between which the network is cut, though the launcher reaches both.
+
+    Alive ── each worker's addresses, and those over which nothing comes ──► CutLinks ──► hosts to give up, and why
+
+The ranks would wait in gloo until its timeout. Each worker says for how long nothing has come over its connections to
+other hosts, not even the other kernel's answers to probes (`hvdlite.comm.keepalive`): so a worker that computes for
+long, sleeps or is stopped is never taken for a cut network.
+
+`elastic_job` calls it. It uses no connection, thread or clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from ..wire.messages import Alive
+from ..wire.silent_links import Said, silent_between
+
+# Of --hang-timeout: with it the job goes on within 20 s by default. The kernel repeats data that nobody acknowledges
+# at growing intervals, the last within these 15 s after 12.7 s: a network that is back by then is not taken for cut.
+_SILENT_PART = 0.5
+# The kernels probe every 2 s.
+_SHORTEST_LIMIT_S = 6.0
+# Once one connection is silent for the limit, all count that are silent for this part of it: they may differ a little.
+_ALSO_SILENT_PART = 0.5
+
+_MOST_NAMED = 3
+
+
+class CutOff(NamedTuple):
+    """A host to give up: so the others can go on. ``why`` is for the user."""
+
+    host: str
+    why: str
+
+
+class CutLinks:
+    """What the workers of one job have last said of their connections."""
+
+    def __init__(self, hang_timeout_s: float) -> None:
+        """``hang_timeout_s`` is --hang-timeout; half of it is how long a connection may be silent, but at least 6 s."""
+        self._limit_s = max(_SILENT_PART * hang_timeout_s, _SHORTEST_LIMIT_S)
+        self._said: dict[int, Alive] = {}
+
+    def answered(self, alive: Alive) -> None:
+        """Takes a worker's answer."""
+        self._said[alive.worker] = alive
+
+    def forget(self, worker: int) -> None:
+        """Forgets a worker that has ended."""
+        self._said.pop(worker, None)
+
+    def forget_all(self) -> None:
+        """Forgets all answers: they are of the connections of a generation that has ended."""
+        self._said.clear()
+
+    def cut_off(self, host_of: Mapping[int, str]) -> list[CutOff]:
+        """Returns the hosts to give up, so that all others reach each other; ``host_of`` has the ranks' hosts in order.
+
+        It waits until both ends' addresses are known, so that both have answered the launcher.
+        """
+        if all(since_s < self._limit_s for said in self._said.values() for since_s in said.silent_s.values()):
+            return []
+        ranks = [
+            Said(host_of[worker], said.addresses, said.silent_s)
+            for worker, said in self._said.items()
+            if worker in host_of
+        ]
+        silent_s = silent_between(ranks, _ALSO_SILENT_PART * self._limit_s)
+        if max(silent_s.values(), default=0.0) < self._limit_s:
+            return []
+        links = set(map(frozenset, silent_s))
+        return [
+            CutOff(host, self._words(host, [end for ends in links if host in ends for end in ends - {host}], silent_s))
+            for host in fewest_to_give_up(Counter(host_of.values()), links)
+        ]
+
+    def _words(self, host: str, others: Collection[str], silent_s: Mapping[tuple[str, str], float]) -> str:
+        longest_s = max(since_s for ends, since_s in silent_s.items() if host in ends)
+        named = sorted(others)[:_MOST_NAMED]
+        more = f" and {len(others) - len(named)} more" if len(others) > len(named) else ""
+        return (
+            f"the network between it and {', '.join(named)}{more} is cut: nothing came over it for {longest_s:.0f} s, "
+            "though hvdlite-run reaches both ends"
+        )
+
+
+def fewest_to_give_up(workers: Mapping[str, int], cuts: Iterable[frozenset[str]]) -> list[str]:
+    """Returns the hosts to give up, so that no cut link is left between the others.
+
+    ``workers`` has the number of each host's workers; the first host is rank 0's. ``cuts`` are pairs of hosts. Given up
+    is the host that reaches the fewest workers, one after the other: so the smaller side, and if both are equal that
+    without rank 0.
+    """
+    first = next(iter(workers))
+    cut_from: dict[str, set[str]] = {host: set() for host in workers}
+    for one, other in map(tuple, cuts):
+        cut_from[one].add(other)
+        cut_from[other].add(one)
+    given_up = []
+    while any(cut_from.values()):
+        worst = max(
+            (host for host in workers if cut_from[host]),
+            key=lambda host: (sum(workers[other] for other in cut_from[host]), first in cut_from[host], host != first),
+        )
+        given_up.append(worst)
+        for other in cut_from[worst]:
+            cut_from[other].discard(worst)
+        cut_from[worst] = set()
+    return given_up

@@ -1,0 +1,272 @@
+"""The socket on which a running hvdlite-run answers others of the same user, and its clients.
+
+    hvdlite-run --report PID ── @hvdlite-run-<pid> (an abstract Unix socket) ── Console ── ReportAsked ──► supervisor
+                             ◄── JSON: {"text": ..., "report": ...}
+    hvdlite-run --watch PID  ── each two seconds ── Console ── WatchAsked ──► supervisor
+                             ◄── JSON: `status.job_view.JobView`
+    hvdlite-run --ps         ── each of them, at once ── Console
+                             ◄── JSON: {"started_at": ..., "workers": ..., "hosts": ..., "command": ...}
+
+The socket has no file, and no port: it is there as long as the process, within its network namespace. The launcher
+answers its own user and root, and the client asks only launchers of its own user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from ..errors import JobEndsError, LauncherError, UsageError
+from ..system.terminal_text import command_in_one_line
+from ..wire.messages import ReportAsked, WatchAsked
+from .other_networks import advice, elsewhere
+
+_REPORT, _WATCH, _ABOUT = b"report\n", b"watch\n", b"about\n"
+_REQUEST_BYTES = 16
+_PATIENCE_S = 15.0
+_ABOUT_PATIENCE_S = 2.0
+_READ_BYTES = 1 << 16
+_PEER = struct.Struct("3i")
+_NONE = object()
+# What `accept` fails with while this process, or the machine, lacks files or memory.
+_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED)
+_LACKS_PAUSE_S = 0.2
+# How often it is tried to connect to one of which more is asked than it can take: others may ask without end.
+_TRIES, _TRIES_EACH_S = 50, 0.1
+
+
+class Console:
+    """Listens until `close`. Where there are no abstract sockets (not Linux), it does nothing."""
+
+    def __init__(
+        self, put: Callable[[ReportAsked | WatchAsked], object], about: Callable[[], Mapping[str, object]]
+    ) -> None:
+        """``about`` returns what `--ps` shows of the job, for JSON. It is called in threads of this object."""
+        self._put = put
+        self._about = about
+        self._listener: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._closes = threading.Event()
+        self._waiting: set[SimpleQueue[object]] = set()  # where the answers come in that others wait for
+        if not sys.platform.startswith("linux"):
+            return
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(_address(os.getpid()))
+        except OSError:  # a process of another namespace of numbers has it: there is only SIGQUIT then
+            listener.close()
+            return
+        listener.listen()
+        self._listener = listener
+        self._thread = threading.Thread(target=self._run, args=(listener,), daemon=True, name="console")
+        self._thread.start()
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread. Who waits for an answer is told at once that there is none."""
+        if self._listener is not None:
+            self._closes.set()
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._thread.join()
+            self._listener.close()
+            with self._lock:
+                self._is_closed = True
+                for answers in self._waiting:
+                    answers.put(_NONE)
+
+    def _run(self, listener: socket.socket) -> None:
+        while not self._closes.is_set():
+            try:
+                connection, _ = listener.accept()
+            except OSError as error:
+                if error.errno not in _LACKS:
+                    return
+                self._closes.wait(_LACKS_PAUSE_S)  # until this process can open files again
+                continue
+            # Before there is a thread for it: others may connect as often as they like.
+            if _user_of(connection) not in (os.geteuid(), 0):
+                connection.close()
+                continue
+            client = threading.Thread(target=self._serve, args=(connection,), daemon=True, name="console client")
+            try:
+                client.start()
+            except RuntimeError:  # there are too many: who asked is told that there is no answer
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(_PATIENCE_S)
+            request = connection.recv(_REQUEST_BYTES)
+            if request == _ABOUT:
+                connection.sendall(json.dumps(self._about()).encode())
+            elif request in (_REPORT, _WATCH) and (answer := self._answer_to(request)) is not _NONE:
+                connection.sendall(json.dumps(answer).encode())
+
+    def _answer_to(self, request: bytes) -> object:
+        """Returns what the supervisor answers, for JSON; `_NONE` if it does not in time, or this object is closed."""
+        answers: SimpleQueue[object] = SimpleQueue()
+        with self._lock:
+            if self._is_closed:
+                return _NONE
+            self._waiting.add(answers)
+        try:
+            if request == _REPORT:
+                self._put(ReportAsked(lambda text, report: answers.put({"text": text, "report": report})))
+            else:
+                self._put(WatchAsked(answers.put))
+            return answers.get(timeout=_PATIENCE_S)
+        except Empty:
+            return _NONE
+        finally:
+            with self._lock:
+                self._waiting.discard(answers)
+
+
+def ask_for_report(job: str, flag: str = "--report") -> tuple[str, dict[str, Any]]:
+    """Returns the report of a running job as text and as JSON's value. ``job`` is its hvdlite-run's process number.
+
+    ``flag`` is the one that errors name. Raises a UsageError if there is no such job, a JobEndsError if it is ending,
+    and a LauncherError if it does not answer.
+    """
+    given = _asked(job, flag, _REPORT, "gave no report")
+    try:
+        return str(given["text"]), dict(given["report"])
+    except (KeyError, TypeError, ValueError):
+        raise LauncherError(f"{flag}: hvdlite-run {job} is of another version: use its own hvdlite-run") from None
+
+
+def the_one_job(flag: str) -> str:
+    """Returns the process number of the only hvdlite-run of this user here; raises a UsageError unless it is alone."""
+    jobs = running_jobs()
+    if len(jobs) == 1:
+        return str(jobs[0])
+    if jobs:
+        raise UsageError(f"{flag}: {len(jobs)} of your jobs run here; give the PID of one of them (--ps lists them)")
+    there = advice(elsewhere())
+    raise UsageError(f"{flag}: none of your jobs runs here{there and f'. {there}'}")
+
+
+def ask_for_view(job: str, flag: str = "--watch") -> Any:
+    """Returns JSON's value of what there is to see of a running job; raises as `ask_for_report` does."""
+    return _asked(job, flag, _WATCH, "does not answer")
+
+
+def _asked(job: str, flag: str, request: bytes, without_answer: str) -> Any:
+    if not re.fullmatch(r"[0-9]{1,10}", job):
+        raise UsageError(f"{flag}: {job!r} is not the number of a process{_those_that_run()}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_PATIENCE_S)
+        try:
+            _connect(connection, int(job))
+        except BlockingIOError:  # so many wait for its answer that it takes no more
+            raise LauncherError(f"{flag}: hvdlite-run {job} {without_answer}: it is stopped, or very busy") from None
+        except OSError:
+            if int(job) in (there := elsewhere()):
+                raise UsageError(f"{flag}: {advice([int(job)])}") from None
+            others = there and f". {advice(there)}"
+            raise UsageError(
+                f"{flag}: no hvdlite-run with the process number {job} runs here{_those_that_run()}{others or ''}"
+            ) from None
+        if _user_of(connection) != os.geteuid():
+            raise UsageError(f"{flag}: process {job} is another user's")
+        try:
+            return _answer_to(request, connection)
+        except TimeoutError:
+            why = f"it did not answer in {_PATIENCE_S:.0f} s, so it is stopped, or very busy"
+            raise LauncherError(f"{flag}: hvdlite-run {job} {without_answer}: {why}") from None
+        except (OSError, ValueError):
+            raise JobEndsError(f"{flag}: hvdlite-run {job} {without_answer}: its job is ending") from None
+
+
+def _connect(connection: socket.socket, pid: int) -> None:
+    for left in reversed(range(_TRIES)):
+        try:
+            connection.connect(_address(pid))
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(_TRIES_EACH_S)
+        else:
+            return
+
+
+def table_of_jobs() -> str:
+    """Returns a line for each hvdlite-run of this user on this machine, with the age of its job, for `--ps`.
+
+    A last line names those in other network namespaces.
+    """
+    rows = [("PID", "AGE", "WORKERS", "HOSTS", "COMMAND")]
+    for pid in running_jobs():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_ABOUT_PATIENCE_S)
+            try:
+                connection.connect(_address(pid))
+                if _user_of(connection) != os.geteuid():
+                    continue
+                about = _answer_to(_ABOUT, connection)
+                age = timedelta(seconds=max(0, int(time.time() - float(about["started_at"]))))
+                command = command_in_one_line(about["command"])
+                rows.append((str(pid), str(age), str(about["workers"]), ",".join(about["hosts"]), command))
+            except (ConnectionError, ValueError, KeyError, TypeError):
+                continue  # it ends just now
+            except (TimeoutError, BlockingIOError):  # the second if so many wait for it that it takes no more
+                rows.append((str(pid), "?", "?", "?", "(does not answer: it is stopped, or very busy)"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    cells = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join([*(line.rstrip() for line in cells), *filter(None, [advice(elsewhere())])])
+
+
+def _answer_to(request: bytes, connection: socket.socket) -> Any:
+    connection.sendall(request)
+    data = bytearray()
+    while part := connection.recv(_READ_BYTES):
+        data += part
+    return json.loads(data)
+
+
+def running_jobs() -> list[int]:
+    """Returns the process numbers of this user's hvdlite-runs that can be asked."""
+    found: set[int] = set()
+    # The names of others' sockets may be any bytes.
+    with contextlib.suppress(OSError), open("/proc/net/unix", encoding="ascii", errors="replace") as file:
+        for line in file:
+            # Only those that listen: the connections of those who ask have the same name.
+            if match := re.search(r" 00010000 .* @hvdlite-run-([0-9]+)$", line.rstrip("\n")):
+                with contextlib.suppress(OSError):
+                    if os.stat(f"/proc/{match[1]}").st_uid == os.geteuid():
+                        found.add(int(match[1]))
+    return sorted(found)
+
+
+def _those_that_run() -> str:
+    jobs = running_jobs()
+    return f"; running: {', '.join(map(str, jobs))}" if jobs else "; none of yours runs"
+
+
+def _address(pid: int) -> str:
+    return f"\0hvdlite-run-{pid}"
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Returns the user of the process at the other end, as the kernel says."""
+    _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return int(uid)

@@ -1,0 +1,123 @@
+"""``--summary``: how a job has ended, as one JSON object in a file, for programs that look at jobs afterwards.
+
+    JobFacts, Outcome ──► Summary ──► FILE
+
+`launch` writes it once the job has ended, after each attempt of a job that is restarted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..errors import why_not_written
+from ..system.whole_files import replace_file
+from ..workers.failure_message import Outcome
+from ..workers.generation_table import Row
+from .job_facts import JobFacts, WorkerEnd
+
+
+class Summary:
+    """The file of one attempt of a job; ``restarts`` is how many there were before it."""
+
+    def __init__(
+        self, path: str, facts: JobFacts, command: Sequence[str], restarts: int, say: Callable[[str], None]
+    ) -> None:
+        self._path = path
+        self._facts = facts
+        self._command = command
+        self._restarts = restarts
+        self._say = say
+
+    def write(self, outcome: Outcome) -> None:
+        """Writes the file; tells the user if that fails."""
+        data = summary_data(self._facts, outcome, self._command, self._restarts)
+        try:
+            replace_file(self._path, json.dumps(data, indent=1) + "\n")
+        except OSError as error:
+            self._say(f"--summary {self._path}: cannot be written: {why_not_written(error)}")
+
+
+def summary_data(facts: JobFacts, outcome: Outcome, command: Sequence[str], restarts: int) -> dict[str, Any]:
+    """Returns what the file says of a job, for JSON. Times are Unix time, and seconds from its start."""
+    verdict = _verdict(outcome)
+    return {
+        "verdict": verdict,
+        "why": outcome.message,
+        "next": _next(verdict, outcome),
+        "exit_code": outcome.exit_code,
+        "first_failed_rank": outcome.rank,
+        "lost_host": outcome.lost_host,
+        "started_at": round(facts.began_at, 3),
+        "ended_at": round(facts.began_at + facts.age_s, 3),
+        "duration_s": round(facts.age_s, 3),
+        "command": list(command),
+        "hosts": list(facts.hosts),
+        "most_workers": facts.most_workers,
+        "faults": facts.faults,
+        "restarts": restarts,
+        "bytes": {host: asdict(count) for host, count in facts.progress.total_bytes().items()},
+        "generations": [_generation(row) for row in facts.rows()],
+        "ranks": [_rank(end) for end in facts.last_ends()],
+        "losses": [_loss(end) for end in facts.ends if end.is_fault],
+        "peak_memory_bytes": max((end.peak_memory for end in facts.ends), default=0),
+    }
+
+
+def _verdict(outcome: Outcome) -> str:
+    """Returns "done", "interrupted", "lost host" or "failed"."""
+    if outcome.exit_code == 0:
+        return "done"
+    if outcome.hasty and outcome.rank is None and not outcome.message:
+        return "interrupted"
+    return "failed" if outcome.lost_host is None else "lost host"
+
+
+def _next(verdict: str, outcome: Outcome) -> str:
+    """Returns what the user may do."""
+    match verdict:
+        case "done":
+            return ""
+        case "interrupted":
+            return "Run the same command again: a program that has written a checkpoint goes on from it."
+        case "lost host":
+            return (
+                f"Look at {outcome.lost_host}, and run the job without it (-H) meanwhile. With --min-np, or with "
+                "--on-failure restart, a job goes on without a lost host."
+            )
+    if outcome.exit_code == 137:
+        return "A process was killed, as when memory runs out: see peak_memory_bytes, and the kernel's log on its host."
+    if outcome.rank is None:
+        return "See why: it names the cause, and the flag that matters."
+    return f"Look at the traceback in why: rank {outcome.rank} failed first, and the others ended because of it."
+
+
+def _generation(row: Row) -> dict[str, Any]:
+    return {**asdict(row), "at_s": round(row.at_s, 3)}
+
+
+def _rank(end: WorkerEnd) -> dict[str, Any]:
+    return {
+        "rank": end.rank,
+        "worker": end.worker,
+        "host": end.host,
+        "steps": dict(end.last.steps),
+        "steps_per_s": None if end.last.rate is None else round(end.last.rate, 3),
+        "cpu_s": end.last.cpu_s,
+        "peak_memory_bytes": end.peak_memory,
+        "exit_code": end.exit_code,
+        "ended": end.how,
+    }
+
+
+def _loss(end: WorkerEnd) -> dict[str, Any]:
+    return {
+        "at_s": round(end.at_s, 3),
+        "worker": end.worker,
+        "rank": end.rank,
+        "host": end.host,
+        "exit_code": end.exit_code,
+        "how": end.how,
+    }

@@ -1,0 +1,171 @@
+"""Finds the worker that failed first, in a job whose ranks stay the same, and ends the job.
+
+    ends of workers, lost hosts, calls of hvd.init() ──► FirstFailure ──► Ending, with an Outcome
+
+`supervisor` calls it. A worker that reports that it only lost a peer is not the cause if that peer fails within a
+while. A worker that failed and wrote nothing is named together with another that failed with it and said why.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+
+from ..plan.slots import Slot
+from ..system.signals import shell_code
+from ..wire.messages import Alive, Exited, HostEvent, InitDone, InitFailed, InitStarted, Lost, Refused
+from .ending import Ending
+from .failure_message import Outcome, failure_message
+from .init_calls import InitCalls
+from .roster import Roster
+
+# A worker that reports that it only lost a peer counts as the cause if no other fails within this time, which a peer
+# with closed sockets may need to end. With FAILURE_GRACE_S it is below the 5 s that ending a failed job may take.
+PEER_LOST_S = 1.5
+# The same if that peer was ending its program: it needs no signal, but on a busy host it needs time.
+PEER_LEFT_S = 20.0
+# If the first worker to fail wrote nothing to stderr, another that fails with the same exit code may give the reason.
+# For this time the others are not signalled.
+SAME_TIME_S = 0.5
+
+
+class FirstFailure:
+    """Judges one event after another. The first cause that it finds ends the job."""
+
+    def __init__(self, workers: Mapping[int, Slot], ending: Ending, roster: Roster, *, start_timeout_s: float) -> None:
+        """``workers`` are all workers of the job, by their numbers.
+
+        ``start_timeout_s``: how long after the first hvd.init() all ranks must be connected.
+        """
+        self._ending = ending
+        self._roster = roster
+        self._here = {slot.host.label for slot in workers.values() if slot.host.is_here}
+        self._done: list[int] = []  # those with exit code 0, in order
+        self._init_calls = InitCalls(workers, start_timeout_s, ending.clock)
+        self._failed: list[Exited] = []  # the first to fail, if it wrote nothing, and those that failed soon after
+        self._suspect: Exited | None = None
+        self._blamed_suspect: Exited | None = None  # blamed for now: it only lost a peer, which may still be running
+        self._settle_at: float | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the job may go on though no worker runs."""
+        return False
+
+    @property
+    def knows_failure(self) -> bool:
+        """Whether a worker has failed on its own account."""
+        return bool(self._failed)
+
+    def on_init(self, event: InitStarted | InitDone | InitFailed) -> None:
+        self._init_calls.note(event)
+        if isinstance(event, InitStarted):
+            self._look_for_absent()
+
+    def on_alive(self, alive: Alive) -> None:
+        """Takes a worker's answer of an elastic job, which is not judged any more."""
+
+    def on_exit(self, end: Exited) -> None:
+        if end.returncode == 0:
+            self._done.append(end.worker)
+        if self._ending.outcome is not None:
+            if self._blamed_suspect is not None and end.left:
+                self._blame_who_left(self._blamed_suspect, end)
+            return
+        if end.returncode == 0:
+            self._look_for_absent()
+            return
+        if end.peer_lost:
+            if self._suspect is None and not self._failed:
+                self._suspect = end
+                self._settle_within(PEER_LEFT_S if end.peer_left else PEER_LOST_S)
+            return
+        self._failed.append(end)
+        first = self._failed[0]
+        if end is first:
+            self._ending.effect_of = shell_code(end.returncode) - 128
+        wrote = self._roster.wrote_stderr(end.worker)
+        if (wrote and end.returncode == first.returncode) or first.returncode < 0:
+            self.settle()
+        elif end is first:
+            time_left = SAME_TIME_S if self._suspect is None else min(SAME_TIME_S, self.time_left_s() or 0.0)
+            self._settle_within(time_left)
+
+    def on_lost(self, lost: Lost) -> None:
+        why = lost.why.rstrip(".")
+        # Nobody has seen the end of those on another host, whose agent kills them once it misses the launcher.
+        is_seen = lost.host in self._here
+        end = "Its workers were killed" if is_seen else "If it still runs, it kills its workers by itself"
+        self.decide(Outcome(1, f"lost {lost.host}: {why}. {end}", lost_host=lost.host))
+        self._ending.end()
+
+    def on_refused(self, refused: Refused) -> None:
+        where = "" if refused.host is None else f"{refused.host}: "
+        self.decide(Outcome(refused.exit_code, where + refused.why))
+        self._ending.running.clear()  # the agent will not report how the started ones end; hanging up ends them
+
+    def on_hosts(self, event: HostEvent) -> None:
+        raise AssertionError(f"out of turn: {event}")
+
+    def decide(self, outcome: Outcome) -> None:
+        """Sets the outcome, unless there is an earlier cause."""
+        if self._ending.outcome is None and self._failed:
+            self._blame(*self._failed)
+        self._ending.decide(outcome)
+
+    def settle(self) -> None:
+        """Names the worker that failed first and ends the job.
+
+        If none failed on its own account, it names for now the worker that lost a peer.
+        """
+        if self._ending.outcome is not None:
+            return
+        if self._failed:
+            self._blame(*self._failed)
+        elif self._suspect is not None:
+            self._blamed_suspect = self._suspect
+            self._blame(self._suspect)
+        else:
+            return
+        self._ending.end()
+
+    def _look_for_absent(self) -> None:
+        why = self._init_calls.missing_message(self._ending.running, self._done)
+        if why is not None and self._ending.outcome is None:
+            self.decide(Outcome(1, why))
+            self._ending.end()
+
+    def _blame_who_left(self, named: Exited, end: Exited) -> None:
+        """Blames the worker that left (`Exited.left`). It may end long after the others noticed, and ignores SIGTERM.
+
+        ``named`` remains the one to blame if that worker returned 0, or if our SIGKILL ended it.
+        """
+        self._blamed_suspect = None
+        was_killed_here = self._ending.has_killed and end.returncode == -signal.SIGKILL
+        self._blame(named if end.returncode == 0 or was_killed_here else end)
+
+    def _blame(self, first: Exited, *others: Exited) -> None:
+        words = failure_message(self._roster.failure(first), [self._roster.failure(other) for other in others])
+        if first.peer_lost and self._done:
+            words = f"{self._roster.name(self._done)} had ended with exit code 0 before the others; of these, {words}"
+        self._ending.outcome = Outcome(shell_code(first.returncode), words, rank=self._roster[first.worker].rank)
+
+    # ------------------------------------------------------------------- time
+
+    def _settle_within(self, delay_s: float) -> None:
+        self._settle_at = self._ending.clock() + delay_s
+
+    def time_left_s(self) -> float | None:
+        """Returns the seconds until `time_passes` must be called, or None."""
+        if self._settle_at is not None:
+            return self._settle_at - self._ending.clock()
+        return self._init_calls.time_left_s()
+
+    def time_passes(self) -> None:
+        """Settles who failed first, or ends the job since ranks are late in hvd.init()."""
+        if self._settle_at is not None:
+            self._settle_at = None
+            self.settle()
+            return
+        self.decide(Outcome(1, self._init_calls.timeout_message()))
+        self._ending.end()

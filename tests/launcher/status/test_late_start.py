@@ -1,0 +1,44 @@
+"""When a report is taken on ranks that do not come to hvd.init(): scripted events, on a clock of the test's."""
+
+from __future__ import annotations
+
+import pytest
+from hvdlite_launcher.status.late_start import LateStart
+from hvdlite_launcher.wire.messages import Event, Exited, InitDone, InitFailed, InitStarted, Output
+
+
+def reports_of(start_timeout_s: float, *events: tuple[float, Event]) -> list[tuple[float, float]]:
+    """Returns when reports are taken, and for how long ranks had waited, if these events come at these times."""
+    now_s, taken = 0.0, []
+    late = LateStart(
+        start_timeout_s,
+        running=lambda: {0, 1},
+        take_report=lambda waited_s: taken.append((now_s, waited_s)),
+        clock=lambda: now_s,
+    )
+    for at_s, event in [*events, (1000.0, Output(0, "stdout", b""))]:
+        while (left_s := late.time_left_s()) is not None and now_s + left_s <= at_s:
+            now_s += left_s
+            late.time_passes()
+        now_s = at_s
+        late.on_event(event)
+    return taken
+
+
+def test_a_report_is_taken_shortly_before_the_start_timeout():
+    assert reports_of(60, (3.0, InitStarted(0)), (10.0, InitStarted(1))) == [(58.0, 55.0)]
+
+
+@pytest.mark.parametrize("event", [InitFailed(0), Exited(1, 1)])
+def test_none_is_taken_where_the_job_ends_or_a_rank_has_given_up(event):
+    assert reports_of(60, (3.0, InitStarted(0)), (10.0, event)) == []
+
+
+def test_none_is_taken_once_all_ranks_are_connected_also_where_they_connect_again():
+    connected = [(4.0, InitStarted(1)), (5.0, InitDone(0)), (5.0, InitDone(1))]
+    assert reports_of(60, (3.0, InitStarted(0)), *connected, (6.0, InitStarted(0))) == []
+
+
+def test_none_is_taken_of_a_program_that_does_not_call_init_or_within_a_timeout_as_short_as_a_report():
+    assert reports_of(60) == []
+    assert reports_of(10, (3.0, InitStarted(0))) == []

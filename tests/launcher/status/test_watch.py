@@ -1,0 +1,58 @@
+"""Who looks at a job has its workers asked, and gets what there is to see."""
+
+from hvdlite_launcher.status.job_facts import JobFacts
+from hvdlite_launcher.status.job_view import JobView
+from hvdlite_launcher.status.live_view import LiveView
+from hvdlite_launcher.status.progress import JobProgress
+from hvdlite_launcher.status.watch import EACH_S, Watch
+from hvdlite_launcher.wire.messages import WatchAsked
+from hvdlite_launcher.workers.roster import Roster
+
+
+class Job:
+    """A job of two workers that runs, and its watch."""
+
+    def __init__(self, each_s):
+        self.now, self.asked, roster = 0.0, [], Roster()
+        for number in range(2):
+            roster.add(number, "node", number)
+        running = lambda: {0, 1}  # noqa: E731  # the shortest form
+        clock = lambda: self.now  # noqa: E731
+        self.progress = JobProgress(ask=self.asked.append, running=running, roster=roster, each_s=each_s, clock=clock)
+        facts = JobFacts(roster, self.progress, running=running, is_ending=lambda: False, table=None, clock=clock)
+        self.watch = Watch(facts, ["python", "train.py"])
+
+    def run(self, until_s):
+        while (left_s := self.progress.time_left_s()) is not None and self.now + left_s <= until_s:
+            self.now += max(0.0, left_s)
+            self.progress.time_passes()
+        self.now = until_s
+
+
+def test_another_process_gets_the_view_and_has_the_workers_asked_as_long_as_it_asks():
+    job, answers = Job(each_s=None), []
+    for _ in range(5):
+        job.watch.on_event(WatchAsked(answers.append))
+        job.run(job.now + EACH_S)
+    assert len(job.asked) == 6
+    job.run(1000.0)
+    assert len(job.asked) < 10
+    views = [JobView.from_data(each) for each in answers]
+    assert [view.age_s for view in views] == [each * EACH_S for each in range(5)]
+    assert [rank.worker for rank in views[0].ranks] == [0, 1]
+
+
+def test_the_live_view_is_drawn_after_each_question():
+    job, views = Job(each_s=EACH_S), []
+    job.watch.draw_with(LiveView(environ={"NO_COLOR": "1"}), views.append)
+    job.run(10 * EACH_S)
+    assert len(views) == 10
+    assert views[-1](40, 1) == ["── 0:00:18  2 ranks on 1 host"]
+
+
+def test_where_nothing_can_be_drawn_there_is_a_line_each_10_s():
+    job, said = Job(each_s=EACH_S), []
+    job.watch.tell_with(said.append)
+    job.run(60.0)
+    assert said[0] == "0:00:06: 2 ranks on 1 host"
+    assert 5 <= len(said) <= 6
