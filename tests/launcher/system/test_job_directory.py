@@ -15,7 +15,8 @@ from hvdlite_launcher.system import job_directory
 
 @pytest.fixture
 def path(tmp_path):
-    return job_dir("0123456789abcdef-0", str(tmp_path))
+    # Its own name: the processes of a dead job are known by it, on the whole machine.
+    return job_dir(f"{os.urandom(8).hex()}-0", str(tmp_path))
 
 
 def abandoned(path):
