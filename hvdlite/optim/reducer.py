@@ -745,9 +745,10 @@ class Reducer(WorldPlan):
     def _discard(self) -> None:
         """Finishes the current step on all ranks, and drops its averages."""
         self._layout.give_up()
-        # Gradients that the program has set, or the next pass computes, belong to the next step.
+        # Gradients that the program has set, or the next pass computes, belong to the next step. So do averages of the
+        # last one, which lie in the bucket that is sent.
         stay = [
-            (state.param, state.param.grad)
+            (state.param, state.param.grad.clone() if state.param.grad is state.view else state.param.grad)
             for state in self._layout.states.values()
             if not state.ready and state.param.grad is not None
         ]

@@ -72,6 +72,8 @@ class Tolerance:
         others = [_OF_DTYPE[dtype] for dtype in self._dtypes] if self._frees else []
         # A gradient that rounding takes away is then a whole step less, where steps do not depend on its size.
         lost = 4 * self._first_step * rate if self._frees and max([self._wire, self._codec, *others]) > 1e-4 else 0.0
+        if self._frees and self._codec and math.isinf(self._largest_of_all):
+            return math.inf
         size = float(param.detach().abs().nan_to_num(0, 0, 0).max()) if param.numel() else 0.0
         return (
             max(_OF_DTYPE[param.dtype], self._wire, min(self._codec, 1e9), *others) * (size + 10 * rate) + lost + 1e-300

@@ -106,6 +106,24 @@ def test_gradients_of_another_optimizers_pass_that_were_dropped_cost_no_gradient
     assert run_ranks(2, rank) == [[[-4.5, -4.5]] * 2] * 2
 
 
+def test_averages_of_the_last_step_stay_where_gradients_of_another_optimizers_pass_are_dropped():
+    """As without the other optimizer, those that were not set to zero count in the next step."""
+
+    def rank(group: Group) -> list[float]:
+        other, averaged, dropped = weight(), weight(), weight()
+        of_other, optimizer = wrap(group, [other]), wrap(group, [averaged, dropped])
+        (averaged.sum() * (group.rank + 1.0)).backward()
+        optimizer.step()
+        (other.sum() + dropped.sum() * 100.0).backward()
+        of_other.step()
+        dropped.grad = None
+        dropped.sum().backward()
+        optimizer.step()
+        return [averaged.grad[0].item(), dropped.grad[0].item()]
+
+    assert run_ranks(2, rank) == [[1.5, 1.0]] * 2
+
+
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 @pytest.mark.parametrize("replaces", [True, False])
 def test_a_pass_after_only_some_of_what_another_optimizers_pass_has_left_were_dropped_is_an_error(op, replaces):
