@@ -343,8 +343,8 @@ class AveragingOptimizer(HorovodsAttributes):
         # Here and not in `synchronize`: before its step GradScaler has to unscale the gradients, and look for inf.
         if clipper is not None:
             # What has left the groups since backward is still averaged in this step, but is no part of the norm.
-            present = {id(param) for param in chain.from_iterable(self._members())}
-            clipper.clip([param for _, param in self._named if id(param) in present])
+            gone = self._gone()
+            clipper.clip([param for name, param in self._named if name not in gone])
 
     # -- what belongs to the wrapped optimizer
 

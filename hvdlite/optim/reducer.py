@@ -426,15 +426,18 @@ class Reducer(WorldPlan):
             self._leave_step(drops=_Pending.DROPPED in found)
 
     def _pending(self) -> _Pending:
-        ready = [state for state in self._layout.states.values() if state.ready] if self.is_in_step else []
+        ready = self._ready() if self.is_in_step else []
         if not ready:
             return _Pending.NOTHING
         if not self._is_surplus(self._backwards):
             return _Pending.OWN
-        dropped = [state.param.grad is not state.held for state in ready]
-        if all(dropped):
+        kept = _kept(ready)
+        if not kept:
             return _Pending.DROPPED
-        return _Pending.PARTLY_DROPPED if any(dropped) else _Pending.SURPLUS
+        return _Pending.SURPLUS if len(kept) == len(ready) else _Pending.PARTLY_DROPPED
+
+    def _ready(self) -> list[GradientState]:
+        return [state for state in self._layout.states.values() if state.ready]
 
     def _is_pending(self, action: str, way_out: str) -> GradientError:
         name = next(state.name for state in self._layout.states.values() if state.ready)
@@ -652,9 +655,9 @@ class Reducer(WorldPlan):
         self.exchange_state.begin_step(self.weights.state.reference, self.weights.of_step)
         if self._surviving is not None:
             self._surviving.begin()
-        elif self._reducers.has_several and self._takes_back is not None:
+        elif self._reducers.has_several and self._stateful_exchange is not None:
             # Its gradients may turn out to be surplus.
-            self._takes_back.begin_step()
+            self._stateful_exchange.begin_step()
         self._is_provisional = self._links is None
         self._phase = Phase.COLLECTING
         self._layout.expect()
@@ -666,8 +669,8 @@ class Reducer(WorldPlan):
         self._phase = Phase.DROPPED if self._phase is Phase.SPOILT else Phase.IDLE
         if self._surviving is not None:
             self._surviving.end()
-        elif self._takes_back is not None:
-            self._takes_back.end_step()
+        elif self._stateful_exchange is not None:
+            self._stateful_exchange.end_step()
         self._queue.end()
         self.weights.drop()
         self._sparse.forget()
@@ -690,8 +693,8 @@ class Reducer(WorldPlan):
         """
         if not self._backwards or not (self._is_surplus(self._backwards) or self._is_replaced):
             return False
-        ready = [state for state in self._layout.states.values() if state.ready]
-        kept = [state for state in ready if state.param.grad is state.held]
+        ready = self._ready()
+        kept = _kept(ready)
         own = self._layout.states.get(id(param))
         if len(kept) == len(ready) or own in kept:
             return False
@@ -757,9 +760,9 @@ class Reducer(WorldPlan):
         try:
             if self._surviving is None:
                 self._finish_dropped()
-                if self._takes_back is not None:
+                if self._stateful_exchange is not None:
                     # Nor does the exchange keep a part of what is dropped.
-                    self._takes_back.take_step_back()
+                    self._stateful_exchange.take_step_back()
             else:
                 self._surviving.drop(self._finish_dropped, self._taken_number())
         finally:
@@ -785,6 +788,11 @@ class Reducer(WorldPlan):
             "different steps were averaged. Such a pass must reach this optimizer's parameters on all ranks or on "
             "none: freeze them during it, by requires_grad_(False), and call zero_grad() on every rank to go on"
         )
+
+
+def _kept(ready: Sequence[GradientState]) -> list[GradientState]:
+    """Returns those whose gradient is still in ``param.grad``: the program has neither dropped nor replaced it."""
+    return [state for state in ready if state.param.grad is state.held]
 
 
 keep_outside_graphs(globals())

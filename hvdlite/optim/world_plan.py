@@ -136,8 +136,8 @@ class WorldPlan(GradientHooks):
         # The ranks that average gradients in every step.
         self._inner = RankAndSize(group.rank, group.size) if self.outer is None else self.outer.inner
         self.exchange = exchange_of(settings, self._inner.size)
-        # The same, if its state changes with each step.
-        self._takes_back = self.exchange if isinstance(self.exchange, TakesBackSteps) else None
+        # The same, if its state changes with each step and can go back to the state before; else None.
+        self._stateful_exchange = self.exchange if isinstance(self.exchange, TakesBackSteps) else None
         self._world = connection.world
         if connection.survival is None:
             self._surviving = None
