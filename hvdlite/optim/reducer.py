@@ -400,8 +400,8 @@ class Reducer(WorldPlan):
     def settle(self, action: str, way_out: str) -> None:
         """Does as `require_nothing_pending` for an action that leaves gradients where they are.
 
-        Every rank must call it, and it waits for all. Where there are surplus gradients, all ranks average them, as a
-        step would that follows; it then uses these averages. Raises GradientError on all ranks if one has others
+        Every rank must call it, and it waits for all. Where there are surplus gradients, all ranks average them. They
+        may then add to these averages, and the step that follows averages the sums. Raises GradientError on all ranks if one has others
         pending.
         """
         self.follow_world()
@@ -420,6 +420,8 @@ class Reducer(WorldPlan):
             )
         if _Pending.SURPLUS in found:
             self.synchronize()
+            # Some ranks may run another pass before the step, and others not: all come to it alike.
+            self.forget_averages()
         else:
             if _Pending.DROPPED in found and not self.is_in_step:
                 self._begin_step()

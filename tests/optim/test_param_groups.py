@@ -363,6 +363,22 @@ def test_gradients_that_another_optimizers_pass_has_left_stay_and_are_averaged_o
 
 
 @actions
+@pytest.mark.parametrize("end", ["step", "synchronize and step"])
+def test_a_pass_on_some_ranks_only_may_add_to_those_averages(action, end):
+    def rank(group: Group) -> list[Any]:
+        params, optimizer = surplus(group, [0, 1, 2], steps=2)
+        take(action, optimizer)
+        if group.rank == 1:
+            (3.0 * params[0].sum()).backward()
+        if end != "step":
+            optimizer.synchronize()
+        optimizer.step()
+        return [param.grad.item() for param in params]
+
+    assert run_ranks(3, rank) == [[pytest.approx(3.0), pytest.approx(2.0)]] * 3
+
+
+@actions
 @pytest.mark.parametrize("having", [[0, 1], [1]])
 def test_those_that_the_program_has_dropped_before_are_not_averaged(action, having):
     def rank(group: Group) -> list[Any]:
