@@ -401,8 +401,8 @@ class Reducer(WorldPlan):
         """Does as `require_nothing_pending` for an action that leaves gradients where they are.
 
         Every rank must call it, and it waits for all. Where there are surplus gradients, all ranks average them. They
-        may then add to these averages, and the step that follows averages the sums. Raises GradientError on all ranks if one has others
-        pending.
+        may then add to these averages, and the step that follows averages the sums. Raises GradientError on all ranks
+        if one has others pending.
         """
         self.follow_world()
         own = self._pending()
