@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,22 +40,27 @@ class Tolerance:
         self._first_step = 10 if wrapped.kind == "RMSprop" else 1
         self._dtypes: set[torch.dtype] = set()
         self._largest: dict[str, float] = {}
+        # The largest of a rank's sums of passes in this step, by rank and parameter.
+        self._peaks: dict[tuple[int, str], float] = {}
         # With a codec numbers share a scale, and what rounding has taken from earlier steps is added.
         self._largest_of_all = 0.0
 
-    def see(self, name: str, grads: Sequence[Tensor | None], divisor: float) -> None:
-        """Notes the gradients of all ranks that the next average is made of."""
+    def see_pass(self, rank: int, name: str, grad: Tensor, *, is_first: bool) -> None:
+        """Notes the sum of a rank's passes so far, from which another pass may take nearly all away."""
+        earlier = 0.0 if is_first else self._peaks.get((rank, name), 0.0)
+        self._peaks[rank, name] = max(earlier, _size_of(grad))
+
+    def see(self, name: str, grads: Mapping[int, Tensor | None], divisor: float) -> None:
+        """Notes the gradients by rank that the next average is made of."""
         sizes = [
-            float(grad.to_dense().abs().nan_to_num(0, 0, 0).max())
-            for grad in grads
-            if grad is not None and grad.numel()
+            max(_size_of(grad), self._peaks.pop((rank, name), 0.0)) for rank, grad in grads.items() if grad is not None
         ]
         largest = sum(sizes) / divisor
-        if not all(bool(grad.to_dense().isfinite().all()) for grad in grads if grad is not None):
+        if not all(bool(grad.to_dense().isfinite().all()) for grad in grads.values() if grad is not None):
             # A codec may make NaN of infinities, and of numbers beside them.
             self._largest_of_all = math.inf
         self._largest[name] = largest
-        self._dtypes.update(grad.dtype for grad in grads if grad is not None)
+        self._dtypes.update(grad.dtype for grad in grads.values() if grad is not None)
         self._largest_of_all = max(self._largest_of_all, largest)
 
     def of_grad(self, name: str, param: Tensor, clipped: Sequence[Tensor] = ()) -> float:
@@ -82,3 +87,7 @@ class Tolerance:
     def of_joined(self, param: Tensor, rate: float) -> float:
         """The gradients were not compared on the way."""
         return 20 * self.of_param(param, rate)
+
+
+def _size_of(grad: Tensor) -> float:
+    return float(grad.to_dense().abs().nan_to_num(0, 0, 0).max()) if grad.numel() else 0.0

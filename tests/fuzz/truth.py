@@ -157,6 +157,8 @@ class Truth:
             self._weight[of] = (self._weight[of] or 0) + sum(ns[rank] for rank in self.ranks)
         for of, names in enumerate(self._names):
             if any(term.param in names for term in action.terms):
+                if self._weight[of] is not None and (action.weighted is None or action.weighted[0] != of):
+                    raise Unsettled("gradients without weights are added to losses with them")
                 # A gradient that is complete has others dropped, if it is computed again.
                 self.rules.require_alike(self.ranks, of)
                 terms = [term for term in action.terms if term.param in names]
@@ -196,6 +198,9 @@ class Truth:
             own = [name for name in names if name in reached]
             if own:
                 self._averaged[of] = False
+            for name in own:
+                if (grad := self.grads[rank][name]) is not None:
+                    self._tolerances[of].see_pass(rank, name, grad, is_first=had[name] is None)
             heard = [name for name in own if name not in self._unheard[of]]
             self.rules.backward(rank, of, heard, self._backwards, counts=of not in action.no_sync, had=had)
 
@@ -372,9 +377,9 @@ class Truth:
         size = 1.0 if "Sum" in str(self._wrapped[of].option("op")) else float(len(self.ranks))
         divisor = size if self._weight[of] is None else float(self._weight[of] or 1)
         for name in self._names[of]:
-            own = [self.grads[rank][name] for rank in self.ranks]
+            own = {rank: self.grads[rank][name] for rank in self.ranks}
             self._tolerances[of].see(name, own, divisor)
-            total = combine(own, divisor)
+            total = combine(list(own.values()), divisor)
             for rank in self.ranks:
                 self.grads[rank][name] = total
         # Steps without weights before those with them.
