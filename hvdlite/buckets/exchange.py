@@ -1,11 +1,11 @@
 """
 `Exchange`: how ranks send and combine a bucket's gradients, in any format (what DDP calls a communication hook).
 
-    Gradients (of a full bucket) ── begin (launches collectives over the Links) ── ExchangeWork
-                                 ── finish (after these have ended: writes the result into the gradients)
+    Gradients (of a full bucket) ── Exchange.begin (launches collectives over the Links) ── ExchangeWork
+                                 ── ExchangeWork.finish (after these have ended: writes the result into the gradients)
 
 The `Reducer` decides when a bucket is full, in which order buckets are sent, and when to wait for them; its
-`in_flight.BucketQueue` calls `begin` and `finish`. The counts of ranks that used a parameter and that take part are
+`in_flight.BucketQueue` calls these two. The counts of ranks that used a parameter and that take part are
 sent beside the gradients, and stay exact whatever an exchange does to gradients. The built-in exchanges are in
 `builtin_exchanges`; users pass their own to ``hvd.DistributedOptimizer(exchange=...)``.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -85,18 +84,28 @@ class Gradients:
         return self.with_counts[self.flat.numel() :]
 
 
-@dataclass(slots=True)
 class ExchangeWork:
-    """The collectives that `Exchange.begin` has launched for one bucket, and ``kept``: anything that `finish` needs."""
+    """One bucket that is being exchanged: its collectives, all that must outlive them, and what is done after them."""
 
-    works: Sequence[Work] = ()
-    kept: Any = None
-    # The tensor that is sent, for a timeline.
-    wire: Tensor | None = None
-    # Whether the wire is in memory other than the gradients', which `finish` frees.
-    takes_memory: bool = False
-    # An error on this rank alone. With `Exchange.tells_failures` all ranks learn of it at the end of the step.
-    failure: Exception | None = None
+    def __init__(
+        self,
+        gradients: Gradients,
+        works: Sequence[Work] = (),
+        *,
+        wire: Tensor | None = None,
+        takes_memory: bool = False,
+    ) -> None:
+        """``works`` are the launched collectives, in the order of their launch.
+
+        ``wire`` is the tensor that is sent, for a timeline. ``takes_memory``: it is in memory other than the
+        gradients', which `finish` frees. On a CPU, at most two buckets at a time have such memory.
+        """
+        self.gradients = gradients
+        self.works = works
+        self.wire = wire
+        self.takes_memory = takes_memory
+        self.failure: Exception | None = None
+        """An error on this rank alone. With `Exchange.tells_failures` all ranks learn of it at the end of the step."""
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
@@ -110,6 +119,21 @@ class ExchangeWork:
         for work in self.works:
             work.wait()
 
+    def finish(self, count: ParticipantCount) -> None:
+        """Writes the result into ``gradients``. It is called once all works are done, in the order of the buckets.
+
+        An average is over ``int(count)`` ranks: all, unless some have joined and do not count. The base class divides
+        the gradients by it, which the works have summed.
+        """
+        self.gradients.flat.div_(int(count))
+
+
+class FinishedExchange(ExchangeWork):
+    """A bucket whose gradients are the result already."""
+
+    def finish(self, count: ParticipantCount) -> None:
+        """Does nothing."""
+
 
 class Links:
     """The groups of ranks that an exchange may communicate over (see `Group` for its collectives).
@@ -118,28 +142,61 @@ class Links:
     host, those with this rank's local rank. A sum over ``within`` and then over ``across`` is a sum over ``all``. If
     all ranks are on one host, ``within`` is all ranks and ``across`` this rank alone. If each host has one rank, or
     hosts have different numbers of ranks, ``across`` is all ranks and ``within`` this rank alone. Two groups of
-    different ranks have separate engines. ``legs`` are further pairs of groups within and across hosts, each with an
-    engine of its own, for an exchange with `Exchange.legs`. There are none if all ranks are on one host.
+    different ranks have separate engines. ``legs`` are further pairs of such groups, each with an engine of its own,
+    for exchanges that open them with `in_legs`.
     """
 
-    def __init__(self, group: Group, *, by_host: bool, legs: int = 0) -> None:
-        """With ``by_host``, opens groups within and across hosts. Every rank must do so, and waits for all."""
+    def __init__(self, group: Group) -> None:
+        """Has no group within or across hosts: ``across`` is all ranks."""
         self.all = self.across = group
         self.within = group.alone()
         self.legs: list[Leg] = []
-        if not by_host or group.size == 1:
-            return
-        if legs and len(set(group.hosts)) > 1:
-            self.legs = _open_legs(group, legs)
-            return
+
+    @classmethod
+    def by_host(cls, group: Group) -> Links:
+        """Opens groups within and across hosts. Every rank must call it, and waits for all."""
+        links = cls(group)
+        if group.size == 1:
+            return links
         if len(set(group.hosts)) == 1:
-            self.within, self.across = self.across, self.within
-            return
+            links.within, links.across = links.across, links.within
+            return links
         host_groups = host_groups_of(group.rank, group.hosts)
         if host_groups is not None:
-            (token, *_) = group.all_gather_json(uuid.uuid4().hex, "opening the links of an exchange")
-            self.within = group.part(host_groups.within, token=f"{token}.within.{host_groups.within[0]}")
-            self.across = group.part(host_groups.across, token=f"{token}.across.{host_groups.across[0]}")
+            token = _token(group)
+            links.within = group.part(host_groups.within, token=f"{token}.within.{host_groups.within[0]}")
+            links.across = group.part(host_groups.across, token=f"{token}.across.{host_groups.across[0]}")
+        return links
+
+    @classmethod
+    def in_legs(cls, group: Group, count: int) -> Links:
+        """Opens ``count`` legs in place of ``within`` and ``across``, where there are several hosts.
+
+        Every rank must call it, and waits for all. On a single host it has only ``within``, which is all ranks.
+        """
+        if len(set(group.hosts)) == 1:
+            return cls.by_host(group)
+        links = cls(group)
+        within: tuple[int, ...] = (group.rank,)
+        across = tuple(range(group.size))
+        host_groups = host_groups_of(group.rank, group.hosts)
+        if host_groups is not None:
+            within, across = host_groups.within, host_groups.across
+        token = _token(group)
+        links.legs = [
+            Leg(
+                group.part(within, token=f"{token}.within.{within[0]}.{leg}"),
+                group.part(across, token=f"{token}.across.{across[0]}.{leg}"),
+            )
+            for leg in range(count)
+        ]
+        return links
+
+
+def _token(group: Group) -> str:
+    """Returns one random text on all ranks."""
+    token: str = group.all_gather_json(uuid.uuid4().hex, "opening the links of an exchange")[0]
+    return token
 
 
 class Leg(NamedTuple):
@@ -147,22 +204,6 @@ class Leg(NamedTuple):
 
     within: Group
     across: Group
-
-
-def _open_legs(group: Group, count: int) -> list[Leg]:
-    host_groups = host_groups_of(group.rank, group.hosts)
-    within: tuple[int, ...] = (group.rank,)
-    across = tuple(range(group.size))
-    if host_groups is not None:
-        within, across = host_groups.within, host_groups.across
-    (token, *_) = group.all_gather_json(uuid.uuid4().hex, "opening the links of an exchange")
-    return [
-        Leg(
-            group.part(within, token=f"{token}.within.{within[0]}.{leg}"),
-            group.part(across, token=f"{token}.across.{across[0]}.{leg}"),
-        )
-        for leg in range(count)
-    ]
 
 
 @runtime_checkable
@@ -198,15 +239,9 @@ class TakesBackSteps(Protocol):
 class Exchange(ABC):
     """Combines the gradients of all ranks, one bucket at a time. Each optimizer has its own instance.
 
-    On every rank `begin` is called for the same buckets in the same order, and `finish` in that order. So the
-    collectives of several buckets pair up, if all ranks launch each collective in the same one of the two methods.
+    On every rank `begin` is called for the same buckets in the same order, and `ExchangeWork.finish` in that order. So
+    the collectives of several buckets pair up, if all ranks launch each collective in the same one of the two methods.
     """
-
-    by_host: ClassVar[bool] = True
-    """Whether `Links` opens groups within hosts and across them. If not, ``across`` is all ranks."""
-
-    legs: ClassVar[int] = 0
-    """The number of `Links.legs`, instead of ``within`` and ``across``, where there are several hosts."""
 
     during_backward: ClassVar[bool] = True
     """Whether buckets may be sent during backward. It must be False if `begin` waits for other ranks."""
@@ -217,7 +252,7 @@ class Exchange(ABC):
     after_step: ClassVar[bool] = False
     """Whether each rank first steps with its own gradients, and the exchange then gets the changes of the parameters.
 
-    The result of `finish` is then added to the parameters as they were before the step.
+    The result is then added to the parameters as they were before the step.
     """
 
     aligned: ClassVar[bool] = False
@@ -230,20 +265,24 @@ class Exchange(ABC):
     """
 
     tells_failures: ClassVar[bool] = False
-    """Whether a step fails on all ranks if `finish` has set `ExchangeWork.failure` on one of them.
+    """Whether a step fails on all ranks if `ExchangeWork.finish` has set its ``failure`` on one of them.
 
     This costs one small all-reduce at the end of each step.
     """
 
+    def open_links(self, group: Group) -> Links:
+        """Opens the groups that `begin` gets, over all ranks of the optimizer. Every rank calls it, and waits for all.
+
+        The base class opens those within hosts and across them. Return ``Links(group)`` if only all ranks are needed.
+        """
+        return Links.by_host(group)
+
     @abstractmethod
     def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
-        """Launches the collectives of one bucket. It may overwrite the gradients; their memory lasts until `finish`."""
+        """Launches the collectives of one bucket. It may overwrite the gradients.
 
-    @abstractmethod
-    def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
-        """Writes the result into the gradients. It is called when all works of ``begun`` are done.
-
-        An average is over ``int(count)`` ranks: all, unless some have joined and do not count.
+        Their memory lasts until `ExchangeWork.finish` of what it returns. For more than an average of sums, return an
+        object of a class that is derived from `ExchangeWork`, overrides `finish`, and has what that needs.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -284,11 +323,12 @@ class Exchange(ABC):
         """
 
     def without(self, state: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-        """Returns a dict that `state_dict` returned, without what it has of these parameters."""
-        return state
+        """Returns a dict that `state_dict` returned, without what it has of these parameters.
 
-    def forget(self, names: Collection[str]) -> None:  # noqa: B027 - most keep none
-        """Drops what is kept for these parameters, which the optimizer no longer has. Called between two steps."""
+        The optimizer no longer has them: checkpoints have nothing of them, and between two steps the exchange loads the
+        rest of its own state. The base class returns ``state`` itself, and then nothing is loaded.
+        """
+        return state
 
     def scale_before(self, dtype: torch.dtype, size: int) -> float:
         """Returns the factor that gradients of this dtype are multiplied by before `begin`, with ``size`` ranks."""

@@ -2,7 +2,7 @@
 Launches a step's buckets in plan order, and waits for their results.
 
     BucketQueue: launch_full (in backward) ── finish_all (in step) ── buckets with their results
-    InFlight:    bucket.seal ── exchange.begin (and the counts, unless it carries them) ── wait ── exchange.finish
+    InFlight:    bucket.seal ── exchange.begin (and the counts, unless it carries them) ── wait ── ExchangeWork.finish
 
 `reducer` calls `BucketQueue`, which creates an `InFlight` for each bucket that it launches. On a GPU collectives run on
 the engine's stream, and waiting for one blocks the program's stream, not the program. Packing and unpacking run on the
@@ -60,7 +60,6 @@ class InFlight:
         recorded.
         """
         self.bucket = bucket
-        self._exchange = exchange
         self._size = links.all.size
         self._trace = trace
         plan = bucket.plan
@@ -71,7 +70,7 @@ class InFlight:
         if not exchange.carries_counts:
             counts = as_real(memory.tail).to(torch.int32)
             self._counting = _Counting(plan, counts, links.all.all_reduce(counts, f"the counts of the {what}"))
-        self._gradients = Gradients(
+        gradients = Gradients(
             plan,
             memory.gradients,
             bucket.views,
@@ -84,7 +83,7 @@ class InFlight:
             counting=None if self._counting is None else partial(self._counting.participants, self._size),
         )
         try:
-            self._begun = exchange.begin(self._gradients, links)
+            self._begun = exchange.begin(gradients, links)
         except BaseException:
             # A collective may have been launched before the error, and may still write to the buffer.
             bucket.abandon()
@@ -100,7 +99,7 @@ class InFlight:
 
     @property
     def failure(self) -> Exception | None:
-        """The error of `Exchange.finish` on this rank, for `raise_together`. Set after `finish`."""
+        """The error of `ExchangeWork.finish` on this rank, for `raise_together`. Set after `finish`."""
         return self._begun.failure
 
     def is_completed(self) -> bool:
@@ -126,9 +125,9 @@ class InFlight:
         bucket.require_untouched()
         if self._counting is not None:
             as_real(bucket.memory.tail).copy_(self._counting.counts)
-        # This only refers to the counts: with `carries_counts` they are in the bucket after `Exchange.finish`.
+        # This only refers to the counts: with `carries_counts` they are in the bucket after `ExchangeWork.finish`.
         count_of_step = bucket.count(self._size) if count is None else count
-        self._exchange.finish(self._gradients, self._begun, count_of_step)
+        self._begun.finish(count_of_step)
         bucket.guard()
         if count is None:
             count_of_step.keep()

@@ -1,7 +1,7 @@
 """
 Codecs: formats whose wires cannot be summed, such as int8 with a scale per block, for slow links between hosts.
 
-    values ── encode ── wire (bytes) ── sent ── decode ── values, summed over the ranks by `exchanges.encoded`
+    values ── encode ── wire (bytes) ── sent ── decode ── values, summed over the ranks by `exchanges.host_sums`
 
 A wire is encoded and decoded in pieces that stay in a core's cache, by `Codec.encode_all` and `Codec.add_decoded`.
 Decoding is the same multiplication on every rank, and the sums are in rank order, so all ranks get equal bits.

@@ -3,7 +3,7 @@
 
     values (numel,) ── largest ── places (count,) ── encode ── places as int32, then values as bfloat16
 
-`exchanges.top_k_exchange` sends the wires, and keeps what is not in them for the next step. The largest are those of a
+`exchanges.host_sums` sends the wires, and keeps what is not in them for the next step. The largest are those of a
 whole bucket, and not of each block: so the loss falls much faster. Sorting would take longer than all else, so a
 threshold is taken from a sample.
 """

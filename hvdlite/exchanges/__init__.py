@@ -8,6 +8,6 @@ in no bucket.
 
 Modules import only what stands before them:
 
-    builtin_exchanges < stages < residuals < between_hosts < encoded < low_rank_exchange < top_k_exchange
-        < exchange_choice < sparse_gather < exchange_state
+    builtin_exchanges < stages < residuals < between_hosts < host_sums < low_rank_exchange < exchange_choice
+        < sparse_gather < exchange_state
 """

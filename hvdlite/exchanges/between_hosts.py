@@ -3,8 +3,8 @@
 
     bucket ── summed within the host ── shard of each local rank ── between hosts, its own way ── gathered in the host
 
-The part between hosts is the subclasses': `encoded`, `low_rank_exchange` and `top_k_exchange`. On a single host nothing
-is shortened. `stages` runs the stages of the buckets, so that those of several buckets overlap with each other and with
+The part between hosts is the subclasses': `host_sums` and `low_rank_exchange`. On a single host nothing is shortened.
+`stages` runs the stages of the buckets, so that those of several buckets overlap with each other and with
 backward.
 """
 
@@ -24,6 +24,7 @@ from ..buckets.flags import ParticipantCount
 from ..buckets.plan import ALIGNMENT_BYTES, BucketPlan
 from ..buckets.settings import Settings
 from ..comm.flat_bytes import as_real
+from ..comm.group import Group
 from ..comm.work import Work
 from ..compression.codecs import working_dtype
 from ..log import log
@@ -38,7 +39,6 @@ _BY_NAME = ("residuals", "numels", "q", "steps")
 class BetweenHosts(Exchange):
     """Averages or sums a bucket in full precision within each host, and in a subclass's own way between hosts."""
 
-    legs = 2
     aligned = True
 
     def __init__(self, settings: Settings, form: object) -> None:
@@ -60,6 +60,10 @@ class BetweenHosts(Exchange):
         """Returns the factor of gradients before they are summed, as in `Settings.scaling`."""
         return self._settings.scaling(dtype, size).before
 
+    def open_links(self, group: Group) -> Links:
+        """Opens two legs, since the stages of several buckets are on their way at the same time."""
+        return Links.in_legs(group, 2)
+
     def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
         """Starts the stages of one bucket; on a GPU launches all of them."""
         if not links.legs:
@@ -73,17 +77,10 @@ class BetweenHosts(Exchange):
         beside = self._launch_beside(gradients.plan, links, what)
         stages = self._stages(gradients, links, what, averaging, beside)
         if gradients.plan.device.type == "cpu":
-            return ExchangeWork([links.all.watched(self._runner.start(stages), what)], averaging)
+            return _SentBetweenHosts(gradients, [links.all.watched(self._runner.start(stages), what)], averaging)
         for work in stages:
             work.wait()
-        return ExchangeWork(kept=averaging)
-
-    def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
-        """Divides the sum where the result is an average, unless that is done."""
-        if not isinstance(begun.kept, Averaging):
-            self._plain.finish(gradients, begun, count)
-        elif not begun.kept.is_done:
-            begun.kept.scaling.finish(as_real(gradients.flat), count)
+        return _SentBetweenHosts(gradients, (), averaging)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what was not sent of this rank's gradients so far, by the names of parameters."""
@@ -107,6 +104,7 @@ class BetweenHosts(Exchange):
             )
         self._residuals.load_state_dict(state.get("residuals", {}))
         self._loaded_numels = dict(state.get("numels", {}))
+        self._plans.clear()
 
     def check_state(self, state: Mapping[str, Any], numels: Mapping[str, int]) -> None:
         """Raises ValueError if a parameter has another number of elements, or there is no such parameter."""
@@ -144,12 +142,6 @@ class BetweenHosts(Exchange):
         }
         return {**state, **left} if any(left.values()) else {}
 
-    def forget(self, names: Collection[str]) -> None:
-        """Drops what was not sent of the gradients of these parameters."""
-        left = self.without(self.state_dict(), names)
-        self._plans.clear()
-        self.load_state_dict(left)
-
     # -- a step that may be taken back
 
     @property
@@ -186,7 +178,7 @@ class BetweenHosts(Exchange):
         first, second = links.legs
         # In `data` the writes of these stages are not counted as changes that the user has made.
         flat = as_real(gradients.flat.data)
-        used = Used.of(gradients)
+        unused = _unused(gradients)
         # What was not finite in an earlier step may have reached them, and would reach all that is encoded with them.
         for start, stop in gaps(gradients.plan):
             flat[start:stop].zero_()
@@ -195,13 +187,14 @@ class BetweenHosts(Exchange):
         start, stop = bounds[within.rank], bounds[within.rank + 1]
         self._residuals.set_rest_apart(gradients.plan, start, stop)
         scale = self.scale_before(gradients.plan.dtype, links.all.size)
-        rest = self._residuals.add_rest(gradients.plan, flat, scale, used.unused)
+        rest = self._residuals.add_rest(gradients.plan, flat, scale, unused)
         shard = flat
         if within.size > 1:
             counts = [stop - start for start, stop in pairwise(bounds)]
             shard = flat.new_empty(stop - start)
             yield within.reduce_scatter(shard, flat, counts, what)
-        yield from self._between(Shard(gradients.plan, shard, start, used, beside, averaging), links, what)
+        kept = NotSentOfBucket(self._residuals, gradients.plan, scale, within.size, unused)
+        yield from self._between(Shard(gradients.plan, shard, start, kept, beside, averaging), links, what)
         if within.size > 1:
             shards, work = second.within.begin_all_gather(shard, what, [n * flat.element_size() for n in counts])
             yield work
@@ -216,19 +209,55 @@ class BetweenHosts(Exchange):
         It may multiply the sum by `Averaging.factor` while it writes it, in which it then may not leave out anything.
         """
 
-    def _residual(
-        self, kind: str, shard: Shard, start: int, values: Tensor, links: Links, sums: tuple[int, int] = (0, 0)
-    ) -> Tensor:
+    def _bounds(self, plan: BucketPlan, parts: int) -> list[int]:
+        """Returns where the shard of each of a host's ranks begins, and the last one ends, in real numbers."""
+        return split(plan.grad_numel * reals(plan), parts, ALIGNMENT_BYTES // plan.dtype.to_real().itemsize)
+
+
+class _SentBetweenHosts(ExchangeWork):
+    """A bucket whose stages are running, or have been launched."""
+
+    def __init__(self, gradients: Gradients, works: Sequence[Work], averaging: Averaging) -> None:
+        super().__init__(gradients, works)
+        self._averaging = averaging
+
+    def finish(self, count: ParticipantCount) -> None:
+        """Divides the sum where the result is an average, unless that is done."""
+        if not self._averaging.is_done:
+            self._averaging.scaling.finish(as_real(self.gradients.flat), count)
+
+
+class NotSentOfBucket(NamedTuple):
+    """What this rank has not sent of the gradients of a bucket, of which the host's ranks have a shard each."""
+
+    residuals: Residuals
+    plan: BucketPlan
+    # The factor of the gradients, and the number of the host's ranks.
+    scale: float
+    ranks: int
+    # The parameters that this rank has not used in this step, as (start, stop) in the bucket's real numbers.
+    unused: Sequence[tuple[int, int]]
+
+    @property
+    def name(self) -> str:
+        """The bucket's first parameter."""
+        return self.plan.slices[0].spec.name
+
+    def residual(self, kind: str, values: Tensor, start: int, sums: tuple[int, int] = (0, 0)) -> Tensor:
         """Returns the residual of ``values``, which begin at ``start`` of the bucket. Change it in place.
 
         ``sums`` is as in `Residuals.take`.
         """
-        scale = self.scale_before(shard.plan.dtype, links.all.size)
-        return self._residuals.take(kind, shard.plan, start, values, scale, links.legs[0].within.size, sums)
+        return self.residuals.take(kind, self.plan, start, values, self.scale, self.ranks, sums)
 
-    def _bounds(self, plan: BucketPlan, parts: int) -> list[int]:
-        """Returns where the shard of each of a host's ranks begins, and the last one ends, in real numbers."""
-        return split(plan.grad_numel * reals(plan), parts, ALIGNMENT_BYTES // plan.dtype.to_real().itemsize)
+    def missing(self, values: Tensor, start: int) -> list[slice]:
+        """Returns the parts of ``values``, which begin at ``start``, that no rank of the host has used."""
+        found = []
+        for first, last in self.unused:
+            part = slice(max(first - start, 0), min(last - start, values.numel()))
+            if part.start < part.stop and not values[part].any():
+                found.append(part)
+        return found
 
 
 class Shard(NamedTuple):
@@ -237,7 +266,7 @@ class Shard(NamedTuple):
     plan: BucketPlan
     values: Tensor
     start: int
-    used: Used
+    kept: NotSentOfBucket
     beside: Beside | None
     averaging: Averaging
 
@@ -255,7 +284,7 @@ class Averaging:
         self._counting = gradients.counting if can else None
 
     def factor(self) -> float:
-        """Returns what all sums of the bucket must be multiplied by; or 1, and `BetweenHosts.finish` makes averages.
+        """Returns what all sums of the bucket must be multiplied by; or 1, and `finish` makes averages of them.
 
         It waits until all ranks have begun the bucket. All ranks must call it, or none.
         """
@@ -271,26 +300,11 @@ class Beside(NamedTuple):
     work: Work
 
 
-class Used(NamedTuple):
-    """The parameters of a bucket that this rank has not used in this step, as (start, stop) in its real numbers."""
-
-    unused: list[tuple[int, int]]
-
-    @classmethod
-    def of(cls, gradients: Gradients) -> Used:
-        """Reads the flags of a bucket, which must not be summed yet."""
-        counts = as_real(gradients.counts)[:: reals(gradients.plan)]
-        flags = counts[: len(gradients.plan.slices)].tolist()
-        return cls([span for span, flag in zip(spans(gradients.plan), flags, strict=True) if flag == 0])
-
-    def missing(self, shard: Tensor, start: int) -> list[slice]:
-        """Returns the parts of a shard, which begins at ``start``, that no rank of the host has used."""
-        found = []
-        for first, last in self.unused:
-            part = slice(max(first - start, 0), min(last - start, shard.numel()))
-            if part.start < part.stop and not shard[part].any():
-                found.append(part)
-        return found
+def _unused(gradients: Gradients) -> list[tuple[int, int]]:
+    """Reads the flags of a bucket, which must not be summed yet."""
+    counts = as_real(gradients.counts)[:: reals(gradients.plan)]
+    flags = counts[: len(gradients.plan.slices)].tolist()
+    return [span for span, flag in zip(spans(gradients.plan), flags, strict=True) if flag == 0]
 
 
 def _numels_of(plans: Iterable[BucketPlan]) -> dict[str, int]:

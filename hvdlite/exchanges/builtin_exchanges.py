@@ -19,13 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..buckets.exchange import Exchange, ExchangeWork, Gradients, Links
+from ..buckets.exchange import Exchange, ExchangeWork, FinishedExchange, Gradients, Links
 from ..buckets.flags import ParticipantCount, presence_of
 from ..buckets.plan import BucketPlan
 from ..buckets.settings import Scaling, Settings
 from ..comm.flat_bytes import as_real
 from ..comm.group import Group
 from ..comm.reduce_op import Adasum
+from ..comm.work import Work
 from ..compression.casts import CastCompression
 from ..compression.custom import CustomCompression, Packed
 from ..ops.failures import raise_together
@@ -37,25 +38,28 @@ from ..ops.reduction import Reduction, Underway
 SCALES_ON_THE_WAY = frozenset({"cuda"})
 
 
+class _OverAllRanks(Exchange):
+    """An exchange that needs no groups within hosts and across them."""
+
+    def open_links(self, group: Group) -> Links:
+        """Opens nothing."""
+        return Links(group)
+
+
 class SingleRank(Exchange):
     """The exchange of a single rank: leaves gradients where autograd has put them, without buckets and copies."""
 
-    by_host = False
     aligned = True
 
     def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
-        """Launches nothing."""
-        return ExchangeWork()
-
-    def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
-        """Changes nothing."""
+        """Launches nothing, and leaves the gradients as they are."""
+        return FinishedExchange(gradients)
 
 
-class AllReduce(Exchange):
+class AllReduce(_OverAllRanks):
     """Averages or sums a bucket by one all-reduce, cast to 16 bits where the settings say so."""
 
     word = "all-reduce"
-    by_host = False
     aligned = True
     carries_counts = True
 
@@ -80,38 +84,61 @@ class AllReduce(Exchange):
 
     def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
         """Casts the bucket with its counts into a wire, or uses its own memory, and launches the all-reduce."""
-        wire, memory = as_real(gradients.with_counts), None
+        wire, cast_wire = as_real(gradients.with_counts), None
         cast = self._cast_of(gradients.plan)
         if cast is not None:
             source = wire
-            memory = self._wires.take(links.all, source.numel(), cast.dtype, source.device)
-            wire = memory.tensor
+            cast_wire = _CastWire(cast, self._wires.take(links.all, source.numel(), cast.dtype, source.device))
+            wire = cast_wire.memory.tensor
             # Only the gradients are scaled, not the counts behind them.
             cast.convert(source, gradients.scale, as_real(gradients.flat).numel(), wire)
         if gradients.launching is not None:
             gradients.launching()
         work = links.all.all_reduce(wire, f"the {self.word} of the {gradients.what}")
-        return ExchangeWork([work], (links.all.size, cast, memory), wire, takes_memory=memory is not None)
+        return _Summed(
+            gradients, work, wire, cast_wire, self._scaling_of(gradients.plan.dtype, links.all.size), self._wires
+        )
 
-    def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
-        """Casts the sum back into the bucket, and divides it where the result is an average."""
-        size, cast, memory = begun.kept
-        dtype = gradients.plan.dtype
+    def _scaling_of(self, dtype: torch.dtype, size: int) -> Scaling:
         scaling = self._scalings.get((dtype, size))
         if scaling is None:
             scaling = self._scalings[dtype, size] = self._settings.scaling(dtype, size)
-        total = as_real(gradients.flat)
-        if cast is not None:
+        return scaling
+
+
+class _Summed(ExchangeWork):
+    """A bucket in the all-reduce of `AllReduce`."""
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        work: Work,
+        wire: Tensor,
+        cast_wire: _CastWire | None,
+        scaling: Scaling,
+        wires: _Wires,
+    ) -> None:
+        super().__init__(gradients, (work,), wire=wire, takes_memory=cast_wire is not None)
+        self._cast_wire = cast_wire
+        self._scaling = scaling
+        self._wires = wires
+
+    def finish(self, count: ParticipantCount) -> None:
+        """Casts the sum back into the bucket, and divides it where the result is an average."""
+        scaling, total = self._scaling, as_real(self.gradients.flat)
+        if self._cast_wire is not None:
+            cast, memory = self._cast_wire
             factor = 1.0
             if scaling.over is not None:
                 # Scale in the cast as if all ranks took part. `Scaling.finish` corrects this if some did not.
+                size = self.gradients.ranks
                 factor, scaling = scaling.over / size, replace(scaling, over=float(size))
-            cast.convert(memory.tensor, factor, total.numel(), as_real(gradients.with_counts))
+            cast.convert(memory.tensor, factor, total.numel(), as_real(self.gradients.with_counts))
             self._wires.give_back(memory)
         scaling.finish(total, count)
 
 
-class CompressedAllReduce(Exchange):
+class CompressedAllReduce(_OverAllRanks):
     """Compresses a bucket's gradients by a user's own compression, and averages or sums the wires.
 
     The ranks first check together that the compression worked on all of them and made wires of equal sizes. So an
@@ -120,7 +147,6 @@ class CompressedAllReduce(Exchange):
     """
 
     word = "all-reduce"
-    by_host = False
     during_backward = False
     carries_counts = True
     tells_failures = True
@@ -148,38 +174,48 @@ class CompressedAllReduce(Exchange):
         underway = [self._reduction.begin(links.all, flat, counts, divisor, what) for flat, counts, _ in flats]
         works = [each.work for each in underway if each.work is not None]
         elsewhere = any(_is_elsewhere(flat, gradients.flat) for flat, _, _ in flats)
-        return ExchangeWork(
-            works, _Packed(pack, flats, underway), flats[-1][0] if works else None, takes_memory=elsewhere
-        )
+        wire = flats[-1][0] if works else None
+        return _Packed(gradients, works, wire, pack, list(zip(underway, flats, strict=True)), takes_memory=elsewhere)
 
-    def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
+
+class _Packed(ExchangeWork):
+    """A bucket in the all-reduces of `CompressedAllReduce`."""
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        works: Sequence[Work],
+        wire: Tensor | None,
+        pack: PackedTensors,
+        sums: Sequence[tuple[Underway, tuple[Tensor, list[int], list[Packed]]]],
+        *,
+        takes_memory: bool,
+    ) -> None:
+        """``sums`` are the reductions of the flat wires in ``pack``, each with its wire."""
+        super().__init__(gradients, works, wire=wire, takes_memory=takes_memory)
+        self._pack = pack
+        self._sums = sums
+
+    def finish(self, count: ParticipantCount) -> None:
         """Decompresses the averages into the bucket."""
-        pack, flats, underway = begun.kept
-        for each, (flat, counts, packed) in zip(underway, flats, strict=True):
-            each.finish()
+        for underway, (flat, counts, packed) in self._sums:
+            underway.finish()
             put_back(flat, counts, packed)
-        if gradients.takes_part:
-            pack.unpack()
-            begun.failure = pack.failure
-        # Frees the wires.
-        begun.kept, begun.wire, begun.works = None, None, ()
-        pack.packed.clear()
+        if self.gradients.takes_part:
+            self._pack.unpack()
+            self.failure = self._pack.failure
+        # Frees the wires, also where a failure refers to them.
+        self._sums, self.works, self.wire = (), (), None
+        self._pack.packed.clear()
 
 
-class _Packed(NamedTuple):
-    pack: PackedTensors
-    flats: list[tuple[Tensor, list[int], list[Packed]]]
-    underway: list[Underway]
-
-
-class StepAdasum(Exchange):
+class StepAdasum(_OverAllRanks):
     """Combines what the ranks' optimizer steps have changed by Adasum, with separate dot products for each parameter.
 
     `begin` waits for the other ranks, one bucket after the other: the deltas exist only after the optimizer's step.
     """
 
     word = "Adasum"
-    by_host = False
     after_step = True
     aligned = True
     during_backward = False
@@ -196,10 +232,7 @@ class StepAdasum(Exchange):
             _combine_packed(links.all, self._compression, tensors, counts, what)
         else:
             Reduction(Adasum, compression=self._compression).all_reduce(links.all, gradients.flat, counts, 1, what)
-        return ExchangeWork()
-
-    def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
-        """Does nothing: `begin` has already combined the deltas."""
+        return FinishedExchange(gradients)
 
 
 def _combine_packed(
@@ -237,6 +270,13 @@ class _Wire(NamedTuple):
 
     tensor: Tensor
     memory: Tensor | None
+
+
+class _CastWire(NamedTuple):
+    """A wire to which a bucket is cast, and the cast."""
+
+    cast: CastCompression
+    memory: _Wire
 
 
 class _Wires:

@@ -6,11 +6,9 @@ from ..buckets.exchange import Exchange
 from ..buckets.settings import Settings
 from ..comm.reduce_op import Adasum
 from ..compression.low_rank import LowRank
-from ..compression.top_k import TopK
 from .builtin_exchanges import AllReduce, CompressedAllReduce, SingleRank, StepAdasum
-from .encoded import EncodedExchange
+from .host_sums import HostSumExchange
 from .low_rank_exchange import LowRankExchange
-from .top_k_exchange import TopKExchange
 
 
 def exchange_of(settings: Settings, size: int) -> Exchange:  # noqa: PLR0911 - one for each kind
@@ -30,6 +28,4 @@ def exchange_of(settings: Settings, size: int) -> Exchange:  # noqa: PLR0911 - o
         return AllReduce(settings)
     if isinstance(settings.codec, LowRank):
         return LowRankExchange(settings, settings.codec)
-    if isinstance(settings.codec, TopK):
-        return TopKExchange(settings, settings.codec)
-    return EncodedExchange(settings, settings.codec)
+    return HostSumExchange(settings, settings.codec)

@@ -97,7 +97,10 @@ class ExchangeState:
     def forget(self, names: Collection[str]) -> None:
         """Drops what the exchange keeps for these parameters, which the optimizer no longer has."""
         self._consolidated = {}
-        self._exchange.forget(names)
+        state = self._exchange.state_dict()
+        left = self._exchange.without(state, names)
+        if left is not state:
+            self._exchange.load_state_dict(left)
 
     def see_scaler(self, frame: FrameType) -> None:
         """Remembers the GradScaler in whose ``step`` the frame is, if what the exchange keeps depends on its scale.

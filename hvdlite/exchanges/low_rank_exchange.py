@@ -182,8 +182,8 @@ class LowRankExchange(BetweenHosts):
 
     def _products(self, matrices: Sequence[_Parameter], shard: Shard, links: Links, what: str) -> Iterator[Work]:
         first, second = (leg.across for leg in links.legs)
-        values, used = shard.values, shard.used.missing(shard.values, shard.start)
-        residual = self._residual(OWN, shard, shard.start, values, links)
+        values, used = shard.values, shard.kept.missing(shard.values, shard.start)
+        residual = shard.kept.residual(OWN, values, shard.start)
         wanted = values.to(residual.dtype)
         # What nobody on this host has used stays zero, and keeps its residual for when it is used again.
         missing = [any(part.start <= each.start < part.stop for part in used) for each in matrices]

@@ -139,7 +139,7 @@ def measure(
     """
     # Ranks decide how often and how large to send by the slowest rank's times alone: by their own clocks they might
     # decide differently, and their collectives would no longer pair up.
-    exchange, links = exchange_of(settings, group.size), Links(group, by_host=False)
+    exchange, links = exchange_of(settings, group.size), Links(group)
     count = ParticipantCount.of_all(group.size)
     sizes = [nbytes // like.dtype.itemsize for nbytes in SIZES if nbytes <= max(most_bytes, SIZES[1])]
     specs = [replace(like, name="autotune's probe", shape=(numel,), stride=(1,)) for numel in sizes]
@@ -149,11 +149,11 @@ def measure(
     def send(plan: BucketPlan) -> float:
         """Averages one bucket, and returns the seconds that it took on this rank."""
         what, flat = f"{plan.describe()} (a trial of autotune)", memory[: plan.grad_numel]
-        gradients = Gradients(plan, flat, lambda: [flat], what=what, with_counts=memory[: plan.numel])
+        gradients = Gradients(plan, flat, lambda: [flat], what=what, with_counts=memory[: plan.numel], ranks=group.size)
         begin_s = clock()
         begun = exchange.begin(gradients, links)
         begun.wait()
-        exchange.finish(gradients, begun, count)
+        begun.finish(count)
         if exchange.tells_failures:
             raise_together(group, begun.failure, "the end of a trial of autotune")
         if like.device.type != "cpu":

@@ -318,7 +318,7 @@ class WorldPlan(GradientHooks):
 
     def _make_opening(self, number: int, description: Description) -> Opening:
         devices = [param.device for added in self._added for param in added.params.values() if param.is_cuda]
-        open_links: Callable[[Group], Links] = partial(Links, by_host=self.exchange.by_host, legs=self.exchange.legs)
+        open_links: Callable[[Group], Links] = self.exchange.open_links
         if self.outer is not None:
             open_links = self.outer.open
         return Opening(

@@ -4,5 +4,5 @@ Other kinds of step than the plain average: after the optimizer's own step (Adas
 
 Modules import only what stands before them:
 
-    kept_gradients < outer_averages < outer_bucket < outer_steps < step_deltas < surviving_step
+    kept_gradients < outer_bucket < outer_steps < step_deltas < surviving_step
 """

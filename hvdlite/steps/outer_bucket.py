@@ -1,15 +1,16 @@
 """
 `OuterBucket`: parameters that take outer steps together, with this rank's shard of the anchor, velocity and residuals.
 
-    outer_gradient: anchor - parameters ── (averaged over hosts) ── step: anchor ── merged ── write: parameters
+    outer_gradient: anchor - parameters ── average: over hosts ── step: anchor ── merged ── write: parameters
 
-`outer_steps` has some of these, and decides when each has its turn; `outer_averages` averages over the hosts. It waits
-for no other rank.
+`outer_steps` has some of these, and decides when each has its turn. Outer gradients are averaged in floats, or by one
+of the `HostSum` of exchanges, in stages for a `StageRunner`. All ranks get equal bits: products and sums are separate
+operations, in rank order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -18,9 +19,16 @@ from torch import Tensor
 from ..buckets.flags import RankAndSize
 from ..buckets.outer import OuterRule
 from ..comm.flat_bytes import as_real, flat_of, pieces_of
-from ..compression.codecs import working_dtype
+from ..comm.group import Group
+from ..comm.work import Work
+from ..compression.casts import CastCompression, NoCompression
+from ..compression.codecs import Codec, working_dtype
+from ..compression.top_k import TopK
 from ..exchanges.between_hosts import split
-from .outer_averages import Segment, outer_average
+from ..exchanges.host_sums import host_sum
+
+Segment = tuple[int, Tensor]
+"""A part of a flat tensor: where it begins, and its values."""
 
 # The keys of a bucket's state; those of residuals go on with the kind of a residual.
 _ANCHOR, _VELOCITY, RESIDUAL = "anchor", "velocity", "residual of "
@@ -31,7 +39,10 @@ class OuterBucket:
 
     def __init__(self, params: Mapping[str, Tensor], inner: RankAndSize, rule: OuterRule) -> None:
         self.params = params
-        self.average = outer_average(rule.compression)
+        form = rule.compression
+        # None: outer gradients are averaged in floats.
+        self._sum = host_sum(form, reuses_wires=False) if isinstance(form, Codec | TopK) else None
+        self._kept = _NotSentOfShard()
         self.anchor: Tensor | None = None
         self._velocity: Tensor | None = None
         self._rule = rule
@@ -53,7 +64,7 @@ class OuterBucket:
     def reset(self) -> None:
         """Forgets the anchor and all that belongs to it."""
         self.anchor = self._velocity = None
-        self.average = outer_average(self._rule.compression)
+        self._kept = _NotSentOfShard()
 
     @property
     def known_anchor(self) -> Tensor:
@@ -73,6 +84,25 @@ class OuterBucket:
     def outer_gradient(self) -> Tensor:
         """Returns the anchor minus the parameters, of this rank's shard."""
         return torch.sub(self.known_anchor, self._own())
+
+    def average(self, values: Tensor, across: Sequence[Group], what: str) -> Iterator[Work]:
+        """Launches the collectives of each stage and yields its work; at the end ``values`` are the averages.
+
+        ``values`` are outer gradients of this rank's shard. ``across`` has a group of the same ranks for each stage.
+        """
+        group, form = across[0], self._rule.compression
+        dtype = form.wire_dtype(values.dtype) if isinstance(form, NoCompression | CastCompression) else values.dtype
+        if dtype != values.dtype:
+            # Divided before the cast, so that the sum does not overflow.
+            wire = values.div_(group.size).to(dtype)
+            yield group.all_reduce(wire, what)
+            values.copy_(wire)
+            return
+        if self._sum is None:
+            yield group.all_reduce(values, what)
+        else:
+            yield from self._sum.stages(values, 0, self._kept, across, what)
+        values.div_(group.size)
 
     def step(self, average: Tensor) -> None:
         """Takes the outer step of the anchor; it may overwrite ``average``."""
@@ -146,18 +176,17 @@ class OuterBucket:
 
     def sum_of_residuals(self) -> Tensor | None:
         """Returns what this rank's wires could not hold, as a tensor of the whole bucket. None if no rank keeps any."""
-        if not self.average.keeps_residuals:
+        if self._sum is None or not self._sum.keeps_residuals:
             return None
-        residuals = self.average.state_dict()
         whole = torch.zeros(sum(self._counts), dtype=working_dtype(self.dtype), device=self._device)
-        for start, values in residuals.values():
+        for start, values in self._kept.segments.values():
             whole[self.start + start : self.start + start + len(values)].add_(values)
         return whole
 
     def state_dict(self) -> dict[str, Segment]:
         """Returns the anchor, the velocity and residuals as segments of the bucket, not copied."""
         found = {kind: (self.start, values) for kind, values in self.shared()}
-        for kind, (start, values) in self.average.state_dict().items():
+        for kind, (start, values) in self._kept.segments.items():
             found[f"{RESIDUAL}{kind}"] = self.start + start, values
         return found
 
@@ -172,11 +201,27 @@ class OuterBucket:
         }
         self.anchor = found[_ANCHOR][1] if kinds else self.empty()
         self._velocity = found[_VELOCITY][1] if _VELOCITY in found else None
-        self.average = outer_average(self._rule.compression)
-        self.average.load_state_dict(
-            {
-                kind.removeprefix(RESIDUAL): (start - self.start, values)
-                for kind, (start, values) in found.items()
-                if kind.startswith(RESIDUAL)
-            }
-        )
+        self._kept = _NotSentOfShard()
+        for kind, (start, values) in found.items():
+            if kind.startswith(RESIDUAL):
+                self._kept.segments[kind.removeprefix(RESIDUAL)] = start - self.start, values
+
+
+class _NotSentOfShard:
+    """What this rank's wires could not hold of its shard of a bucket, by the kinds of residuals."""
+
+    name = "outer gradients"
+
+    def __init__(self) -> None:
+        self.segments: dict[str, Segment] = {}
+
+    def residual(self, kind: str, values: Tensor, start: int, sums: tuple[int, int] = (0, 0)) -> Tensor:
+        """Returns that of ``values``, which begin at ``start`` of the shard; zeros at first. Change it in place."""
+        known = self.segments.get(kind)
+        if known is None:
+            known = self.segments[kind] = start, torch.zeros_like(values)
+        return known[1]
+
+    def missing(self, values: Tensor, start: int) -> list[slice]:
+        """Returns nothing: all parameters change in an interval."""
+        return []

@@ -36,10 +36,10 @@ from ..comm.work import Work
 from ..compression.codecs import Codec
 from ..control.mismatch import name_ranks
 from ..errors import GradientError, MismatchError
+from ..exchanges.residuals import OWN
 from ..exchanges.stages import StageRunner
 from ..log import log
-from .outer_averages import OWN, Segment
-from .outer_bucket import RESIDUAL, OuterBucket
+from .outer_bucket import RESIDUAL, OuterBucket, Segment
 
 # The size of the two counts of steps.
 _COUNT_BYTES = 16
@@ -114,8 +114,8 @@ class OuterSteps:
         Returns the links for the exchange of gradients, which has only the ranks of this host.
         """
         legs = 2 if isinstance(self._rule.compression, Codec) and self._hosts > 2 else 1
-        self._links = Links(group, by_host=True, legs=legs)
-        return Links(self._links.legs[0].within, by_host=False)
+        self._links = Links.in_legs(group, legs)
+        return Links(self._links.legs[0].within)
 
     def add(self, params: Mapping[str, Tensor], groups: Iterable[Iterable[str]]) -> None:
         """Adds parameters. They go into buckets as gradients do; frozen ones stay as they are, and are left out."""
@@ -256,7 +256,7 @@ class OuterSteps:
         def stages(bucket: OuterBucket, values: Tensor) -> Iterator[Work]:
             yield counting
             require_same_step()
-            yield from bucket.average.stages(values, across, what)
+            yield from bucket.average(values, across, what)
 
         launch = _Launch(fragment, self._steps + rule.delay)
         for bucket in buckets:

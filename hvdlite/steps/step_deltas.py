@@ -143,10 +143,12 @@ class _Bucket:
         """Exchanges the bucket's deltas, and updates its parameters. ``name`` is the bucket's name in messages."""
         before = flat_of(self.params) if self._before is None else self._before
         delta = flat_of(self.params).sub_(before)
-        deltas = Gradients(self._plan, delta, lambda: self._pieces(delta), what=f"{self.what} ({name})")
+        deltas = Gradients(
+            self._plan, delta, lambda: self._pieces(delta), what=f"{self.what} ({name})", ranks=links.all.size
+        )
         begun = exchange.begin(deltas, links)
         begun.wait()
-        exchange.finish(deltas, begun, ParticipantCount.of_all(links.all.size))
+        begun.finish(ParticipantCount.of_all(links.all.size))
         for param, piece in zip(self.params, self._pieces(before.add_(delta)), strict=True):
             param.copy_(piece)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from worlds import run_worlds
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
+from hvdlite.comm.work import Work
 
 
 class ScaledSigns(hvd.Exchange):
@@ -31,16 +32,27 @@ class ScaledSigns(hvd.Exchange):
             self.residual[name] = whole - piece
         within = links.within.all_reduce(gradients.flat, f"the signs of the {gradients.what}")
         within.wait()
-        return hvd.ExchangeWork([links.across.all_reduce(gradients.flat, f"the signs of the {gradients.what}")])
-
-    def finish(self, gradients: hvd.Gradients, begun: hvd.ExchangeWork, count: int) -> None:
-        gradients.flat.div_(int(count))
+        return hvd.ExchangeWork(
+            gradients, [links.across.all_reduce(gradients.flat, f"the signs of the {gradients.what}")]
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.residual)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.residual = dict(state)
+
+
+class Counted(hvd.ExchangeWork):
+    """Notes what it divides by."""
+
+    def __init__(self, gradients: hvd.Gradients, works: Sequence[Work], counts: list[int]) -> None:
+        super().__init__(gradients, works)
+        self.counts = counts
+
+    def finish(self, count: int) -> None:
+        self.counts.append(int(count))
+        super().finish(count)
 
 
 class Looking(hvd.Exchange):
@@ -53,11 +65,9 @@ class Looking(hvd.Exchange):
     def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.ExchangeWork:
         shapes = [tuple(piece.shape) for piece in gradients.pieces]
         self.seen.append((gradients.names, gradients.flat.numel(), shapes, gradients.takes_part))
-        return hvd.ExchangeWork([links.all.all_reduce(gradients.flat, f"the sum of the {gradients.what}")])
-
-    def finish(self, gradients: hvd.Gradients, begun: hvd.ExchangeWork, count: int) -> None:
-        self.counts.append(int(count))
-        gradients.flat.div_(int(count))
+        return Counted(
+            gradients, [links.all.all_reduce(gradients.flat, f"the sum of the {gradients.what}")], self.counts
+        )
 
 
 def make_model() -> nn.Module:
@@ -211,10 +221,7 @@ def test_links_lead_within_hosts_and_across_them():
         def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.ExchangeWork:
             self.ranks = links.within.ranks, links.across.ranks, links.all.ranks
             links.within.all_reduce(gradients.flat, "within").wait()
-            return hvd.ExchangeWork([links.across.all_reduce(gradients.flat, "across")])
-
-        def finish(self, gradients: hvd.Gradients, begun: hvd.ExchangeWork, count: int) -> None:
-            gradients.flat.div_(int(count))
+            return hvd.ExchangeWork(gradients, [links.across.all_reduce(gradients.flat, "across")])
 
     def on(hosts: list[str]) -> Callable[[Group], Any]:
         def rank(group: Group) -> Any:
@@ -335,10 +342,9 @@ class AveragedSteps(hvd.Exchange):
     after_step = True
 
     def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.ExchangeWork:
-        return hvd.ExchangeWork([links.all.all_reduce(gradients.flat, f"the average of the {gradients.what}")])
-
-    def finish(self, gradients: hvd.Gradients, begun: hvd.ExchangeWork, count: int) -> None:
-        gradients.flat.div_(int(count))
+        return hvd.ExchangeWork(
+            gradients, [links.all.all_reduce(gradients.flat, f"the average of the {gradients.what}")]
+        )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -360,7 +366,8 @@ class CarriesCounts(Looking):
     carries_counts = True
 
     def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.ExchangeWork:
-        return hvd.ExchangeWork([links.all.all_reduce(gradients.with_counts, f"the sum of the {gradients.what}")])
+        works = [links.all.all_reduce(gradients.with_counts, f"the sum of the {gradients.what}")]
+        return Counted(gradients, works, self.counts)
 
 
 def test_an_exchange_that_carries_the_counts_needs_one_collective_for_a_bucket():
@@ -394,9 +401,16 @@ class FailsOnRank1(Looking):
         super().__init__()
         self.is_broken = is_broken
 
-    def finish(self, gradients: hvd.Gradients, begun: hvd.ExchangeWork, count: int) -> None:
-        if self.is_broken:
-            begun.failure = ValueError("the wire has a hole")
+    def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.ExchangeWork:
+        begun = super().begin(gradients, links)
+        return Broken(gradients, begun.works) if self.is_broken else begun
+
+
+class Broken(hvd.ExchangeWork):
+    """Fails at the end."""
+
+    def finish(self, count: int) -> None:
+        self.failure = ValueError("the wire has a hole")
 
 
 def test_what_fails_on_one_rank_ends_the_step_on_all_where_the_exchange_tells_it():

@@ -58,10 +58,7 @@ class Mean(hvd.Exchange):
 
     def begin(self, gradients: Any, links: Any) -> Any:
         flat = torch.view_as_real(gradients.flat) if gradients.flat.is_complex() else gradients.flat
-        return hvd.ExchangeWork([links.all.all_reduce(flat, f"the sum of the {gradients.what}")])
-
-    def finish(self, gradients: Any, begun: Any, count: Any) -> None:
-        gradients.flat.div_(int(count))
+        return hvd.ExchangeWork(gradients, [links.all.all_reduce(flat, f"the sum of the {gradients.what}")])
 
 
 class Rounding(hvd.Compressor):

@@ -8,7 +8,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from worlds import run_generations
 import hvdlite as hvd
 from hvdlite.buckets.exchange import ExchangeWork, Gradients, Links
 from hvdlite.buckets.flags import ParticipantCount
+from hvdlite.comm.work import Work
 
 SIZES = [3, 2, 1, 3, 3]
 
@@ -79,6 +80,18 @@ def test_adasum_goes_on_too_and_ranks_stay_equal():
         assert not torch.equal(one, before)
 
 
+class CountedWork(ExchangeWork):
+    """A bucket that `Counts` averages."""
+
+    def __init__(self, gradients: Gradients, works: Sequence[Work], times: collections.Counter[str]) -> None:
+        super().__init__(gradients, works)
+        self.times = times
+
+    def finish(self, count: ParticipantCount) -> None:
+        super().finish(count)
+        self.times.update(self.gradients.names)
+
+
 class Counts(hvd.Exchange):
     """Averages, and counts how often it has done so for each parameter."""
 
@@ -86,11 +99,7 @@ class Counts(hvd.Exchange):
         self.times: collections.Counter[str] = collections.Counter()
 
     def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
-        return ExchangeWork([links.all.all_reduce(gradients.flat, gradients.what)])
-
-    def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
-        gradients.flat.div_(int(count))
-        self.times.update(gradients.names)
+        return CountedWork(gradients, [links.all.all_reduce(gradients.flat, gradients.what)], self.times)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.times)

@@ -1,0 +1,237 @@
+"""
+`HostSum`: sums values over hosts in a format that cannot be summed itself: by a codec, or the largest values alone.
+
+    EncodedSum   2 hosts: encode ── swap ── decode and add
+                 more:    encode ── all-to-all ── decode and add ── encode ── all-gather ── decode
+    LargestSum   largest values and their places ── all-gather ── add
+
+Three hosts or more send each host its part of the values, which sums it, encodes the sum, and sends it to all, as
+ZeRO++ does (arXiv 2306.10209). What a wire cannot hold is added to the next values (error feedback): `NotSent` has it.
+All ranks get equal bits: sums are in rank order.
+
+`HostSumExchange` averages gradients by a `HostSum` (see `between_hosts` for what comes before and after), and
+`steps.outer_bucket` outer gradients. `compression.codecs` and `compression.top_k` have the formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..buckets.exchange import Links
+from ..buckets.settings import Settings
+from ..comm.group import Group
+from ..comm.work import Work
+from ..compression.codecs import Codec, wire_bytes, working_dtype
+from ..compression.top_k import TopK
+from .between_hosts import BetweenHosts, Shard, split
+from .residuals import OWN, SUM, replace_if_finite
+
+
+class NotSent(Protocol):
+    """What a rank has not sent of earlier values, by ``name``, which its other values do not have."""
+
+    @property
+    def name(self) -> str: ...
+
+    def residual(self, kind: str, values: Tensor, start: int, sums: tuple[int, int] = (0, 0)) -> Tensor:
+        """Returns the residual of ``values``, which begin at ``start`` of all of them. It is changed in place.
+
+        ``kind`` is `residuals.OWN`, or `residuals.SUM` for this rank's part of a sum. ``sums`` is where that part
+        begins and ends.
+        """
+        ...
+
+    def missing(self, values: Tensor, start: int) -> list[slice]:
+        """Returns the parts of ``values`` that are zeros since nobody has used them: they keep their residuals."""
+        ...
+
+
+class HostSum(Protocol):
+    """Sums values over hosts, in stages. All ranks take equally many."""
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether there are residuals once something was sent, on every rank."""
+        ...
+
+    def stages(
+        self,
+        values: Tensor,
+        start: int,
+        kept: NotSent,
+        across: Sequence[Group],
+        what: str,
+        factor: Callable[[], float] = lambda: 1.0,
+    ) -> Iterator[Work]:
+        """Launches the collective of each stage and yields its work; at the end ``values`` are the sums.
+
+        ``values``, of shape ``(numel,)``, begin at ``start`` of those that ``kept`` knows. ``across`` has two groups of
+        the same ranks, or one if these are two ranks. The sums may be multiplied by ``factor``, which is called once
+        all ranks have begun; a sum that does not multiply does not call it.
+        """
+        ...
+
+
+class EncodedSum:
+    """Sums in the format of a codec."""
+
+    def __init__(self, codec: Codec, *, reuses_wires: bool) -> None:
+        """``reuses_wires``: keeps the wires of two hosts for the next values of the same name.
+
+        Memory that is new to the kernel costs as much as encoding.
+        """
+        self._codec = codec
+        self._reuses_wires = reuses_wires
+        # By name: the wires of two hosts, one after the other in the order of their ranks.
+        self._wires: dict[str, Tensor] = {}
+
+    @property
+    def keeps_residuals(self) -> bool:
+        return self._codec.error_feedback
+
+    def stages(
+        self,
+        values: Tensor,
+        start: int,
+        kept: NotSent,
+        across: Sequence[Group],
+        what: str,
+        factor: Callable[[], float] = lambda: 1.0,
+    ) -> Iterator[Work]:
+        first, codec = across[0], self._codec
+        if first.size == 2:
+            yield from self._swap(values, start, kept, first, what, factor)
+            return
+        bounds = split(values.numel(), first.size, codec.block)
+        sizes = [wire_bytes(codec, stop - start) for start, stop in pairwise(bounds)]
+        begin, end = bounds[first.rank], bounds[first.rank + 1]
+        wire = torch.empty(sum(sizes), dtype=torch.uint8, device=values.device)
+        sums = start + begin, start + end
+        self._encode(OWN, values, start, kept, bounds, wire, sums)
+        own = sizes[first.rank]
+        wires, work = first.begin_all_to_all(wire, sizes, [own] * first.size, what)
+        yield work
+        total = torch.empty(end - begin, dtype=working_dtype(values.dtype), device=values.device)
+        codec.add_decoded(wires, total)
+        wire = torch.empty(own, dtype=torch.uint8, device=values.device)
+        self._encode(SUM, total, sums[0], kept, [0, total.numel()], wire)
+        wires, work = across[1].begin_all_gather(wire, what, sizes)
+        yield work
+        by = factor()
+        for (begin, end), each in zip(pairwise(bounds), wires, strict=True):
+            codec.add_decoded([each], values[begin:end], by)
+
+    def _swap(
+        self, values: Tensor, start: int, kept: NotSent, across: Group, what: str, factor: Callable[[], float]
+    ) -> Iterator[Work]:
+        """Does `stages` for two hosts."""
+        codec, nbytes = self._codec, wire_bytes(self._codec, values.numel())
+        # After a step that fails an engine may still use them, and they are not used again.
+        both = self._wires.pop(kept.name, None)
+        if both is None or both.numel() != 2 * nbytes or both.device != values.device:
+            both = torch.empty(2 * nbytes, dtype=torch.uint8, device=values.device)
+        wires = both[:nbytes], both[nbytes:]
+        own, other = wires[across.rank], wires[1 - across.rank]
+        self._encode(OWN, values, start, kept, [0, values.numel()], own)
+        yield across.begin_swap(own, what, other)
+        codec.add_decoded(wires, values, factor())
+        if self._reuses_wires:
+            self._wires[kept.name] = both
+
+    def _encode(
+        self,
+        kind: str,
+        values: Tensor,
+        start: int,
+        kept: NotSent,
+        bounds: Sequence[int],
+        wire: Tensor,
+        sums: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Writes the wire of ``values``, with the parts between ``bounds`` one after the other."""
+        codec = self._codec
+        residual = kept.residual(kind, values, start, sums) if codec.error_feedback else None
+        # What nobody has used, on this host or in a sum on any, stays zero, and keeps its residual for when it is used
+        # again.
+        before = []
+        if residual is not None:
+            before = [(residual[part], residual[part].clone()) for part in kept.missing(values, start)]
+            for part, _ in before:
+                part.zero_()
+        at = 0
+        for begin, end in pairwise(bounds):
+            size = wire_bytes(codec, end - begin)
+            codec.encode_all(values[begin:end], wire[at : at + size], None if residual is None else residual[begin:end])
+            at += size
+        for part, copy in before:
+            part.copy_(copy)
+
+
+class LargestSum:
+    """Sums the largest values of each host. What it has not sent it adds to its next (arXiv 1712.01887)."""
+
+    def __init__(self, form: TopK) -> None:
+        self._form = form
+
+    @property
+    def keeps_residuals(self) -> bool:
+        return True
+
+    def stages(
+        self,
+        values: Tensor,
+        start: int,
+        kept: NotSent,
+        across: Sequence[Group],
+        what: str,
+        factor: Callable[[], float] = lambda: 1.0,
+    ) -> Iterator[Work]:
+        form, group = self._form, across[0]
+        residual = kept.residual(OWN, values, start)
+        wanted = form.added(values, residual)
+        # What nobody on this host has used stays zero, and keeps its residual for when it is used again.
+        missing = kept.missing(values, start)
+        for part in missing:
+            wanted[part].zero_()
+        wire, places, sent = form.encode(wanted)
+        wires, work = group.begin_all_gather(wire, what, [form.nbytes(len(values))] * group.size)
+        if sent is not None:
+            wanted[places] -= sent.to(wanted.dtype)
+            for part in missing:
+                wanted[part].copy_(residual[part])
+        yield work
+        total = values.zero_() if values.dtype == wanted.dtype else torch.zeros_like(wanted)
+        for each in wires:
+            form.add_decoded(each, total)
+        if total is not values:
+            values.copy_(total)
+        # Only now, since no rank uses what was sent where another one had something that is not finite, or where a sum
+        # is too large for the values' dtype.
+        replace_if_finite(residual, wanted, values)
+
+
+def host_sum(form: Codec | TopK, *, reuses_wires: bool) -> HostSum:
+    """Returns what sums in this format. ``reuses_wires`` is as in `EncodedSum`."""
+    return LargestSum(form) if isinstance(form, TopK) else EncodedSum(form, reuses_wires=reuses_wires)
+
+
+class HostSumExchange(BetweenHosts):
+    """Averages or sums a bucket by a `HostSum` between hosts, and in its own dtype within each."""
+
+    def __init__(self, settings: Settings, form: Codec | TopK) -> None:
+        super().__init__(settings, form)
+        self._sum = host_sum(form, reuses_wires=True)
+
+    @property
+    def has_residuals(self) -> bool:
+        """Whether ranks have kept something of their gradients that was not sent yet."""
+        return super().has_residuals and self._sum.keeps_residuals
+
+    def _between(self, shard: Shard, links: Links, what: str) -> Iterator[Work]:
+        across = [leg.across for leg in links.legs]
+        return self._sum.stages(shard.values, shard.start, shard.kept, across, what, shard.averaging.factor)
