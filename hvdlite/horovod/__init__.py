@@ -7,15 +7,17 @@ The shim: runs programs written for Horovod on hvdlite without changing a line o
 Both call `install`. From then on, ``import horovod`` imports this package, and ``import horovod.torch`` its `torch`, in
 this process and in those that it starts. The shim installs no package named horovod and changes none that is installed.
 
-    finder     makes `import horovod.x` find hvdlite.horovod.x
+    finder     makes `import horovod.x` find hvdlite.horovod.x, most of which are made from a table in `modules`
+    runner, helpers, beginning, ray_executor    what has another form under Horovod's names
     program    runs a program as Python would run it, after `install`
     path/      a directory with a package `horovod`, for the PYTHONPATH of child processes
-    torch/, common/, runner/    Horovod's modules, with hvdlite's functions
 """
 
 from __future__ import annotations
 
-from . import common  # noqa: F401  # programs use horovod.common without importing it
+import importlib
+
+from . import modules
 from .finder import install
 from .runner import run
 
@@ -23,3 +25,8 @@ from .runner import run
 __version__ = "0.28.1+hvdlite"
 
 __all__ = ["__version__", "install", "run"]
+
+modules.make_importable()
+
+# Programs use horovod.common without importing it.
+importlib.import_module(".common", __name__)

@@ -1,7 +1,7 @@
 """
 What is different at the beginning of a program under Horovod's names: `init`, and `broadcast_optimizer_state`.
 
-`torch`, `torch.mpi_ops`, `torch.functions` and `common.basics` have these in place of the functions of `hvdlite.torch`.
+Modules under Horovod's names have these in place of the functions of `hvdlite.torch`, as `HorovodBasics` has them.
 """
 
 from __future__ import annotations
@@ -57,6 +57,18 @@ def broadcast_optimizer_state(
         for param in group["params"]:
             if param.requires_grad and param.grad is None:
                 param.grad = _sparse_zeros(param) if id(param) in sparse else torch.zeros_like(param)
+
+
+class HorovodBasics:
+    """Horovod's class with `init`, `rank`, `size` and so on as methods; each is the function of `hvdlite.torch`."""
+
+    def __init__(self, *_: object) -> None:
+        """Ignores Horovod's arguments, which locate its compiled library; hvdlite has none."""
+
+    init = staticmethod(init)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(names, name)
 
 
 def _sparse_zeros(param: Tensor) -> Tensor:

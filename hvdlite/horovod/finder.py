@@ -17,15 +17,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+from .modules import refusal
+
 NAME = "horovod"
 _OWN_PREFIX = "hvdlite."
 # A directory that contains only a package `horovod`.
 CHILDREN_PATH = str(Path(__file__).with_name("path"))
 
 _PROGRAM = "use hvdlite-run --horovod -np 4 python train.py"
-_OTHER_FRAMEWORKS = ("tensorflow", "keras", "_keras", "mxnet")
-_OF_ELASTIC_RAY = ("elastic", "elastic_v2", "ElasticRayExecutor")
-_OTHER_LAUNCHERS = ("spark", "data")
 
 
 def install() -> None:
@@ -67,7 +66,7 @@ class Finder(MetaPathFinder):
 
         If there is none, an import raises a ModuleNotFoundError that says why; `importlib.util.find_spec` gets None.
         """
-        if fullname.startswith(_OWN_PREFIX + NAME + ".") and (reason := _refusal(fullname.removeprefix(_OWN_PREFIX))):
+        if fullname.startswith(_OWN_PREFIX + NAME + ".") and (reason := refusal(fullname.removeprefix(_OWN_PREFIX))):
             # `from horovod import x` looks the module up under this name.
             _refuse_import(reason)
             return None
@@ -119,22 +118,4 @@ def _is_package_of(fullname: str) -> bool:
 
 def _why_not(fullname: str) -> str:
     has = "it has horovod.torch, horovod.common and horovod.runner"
-    return _refusal(fullname) or f"{fullname}: hvdlite does not have this module of Horovod; {has}"
-
-
-def _refusal(fullname: str) -> str | None:
-    """Returns why hvdlite does not have this module of Horovod's; None without a known reason."""
-    _, *parts = fullname.split(".")
-    if parts[:1] == ["run"]:
-        return f"{fullname}: it is a function, not a module: from horovod import run"
-    if parts and parts[0] in _OTHER_FRAMEWORKS:
-        return f"{fullname}: hvdlite supports only PyTorch: use horovod.torch"
-    if parts[:1] == ["ray"] and len(parts) > 1 and parts[1] in _OF_ELASTIC_RAY:
-        return (
-            f"{fullname}: hvdlite's RayExecutor has a fixed number of ranks: use hvdlite-run --min-np, or horovod.run()"
-        )
-    if parts and parts[0] in _OTHER_LAUNCHERS:
-        return (
-            f"{fullname}: hvdlite does not support {parts[0]}: start PyTorch programs with hvdlite-run or horovod.run()"
-        )
-    return None
+    return refusal(fullname) or f"{fullname}: hvdlite does not have this module of Horovod; {has}"

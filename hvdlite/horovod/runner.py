@@ -12,6 +12,9 @@ Returned = TypeVar("Returned")
 
 __all__ = ["run"]
 
+# A package without modules: `finder` says of `horovod.runner.launch` what to use instead.
+__path__: list[str] = []
+
 
 def run(
     func: Callable[..., Returned],

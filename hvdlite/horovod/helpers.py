@@ -1,4 +1,4 @@
-"""`horovod.common.util`: the helpers of that module that programs import."""
+"""The helpers of `horovod.common.util` that programs import, and the exception that hvdlite has no use for."""
 
 from __future__ import annotations
 
@@ -12,25 +12,6 @@ from typing import TypeVar
 import torch
 
 from hvdlite import torch as names
-from hvdlite.torch import check_extension
-
-__all__ = [
-    "ccl_built",
-    "check_extension",
-    "cuda_built",
-    "ddl_built",
-    "env",
-    "extension_available",
-    "gloo_built",
-    "gpu_available",
-    "is_iterable",
-    "is_version_greater_equal_than",
-    "mpi_built",
-    "nccl_built",
-    "num_rank_is_power_2",
-    "rocm_built",
-    "split_list",
-]
 
 Item = TypeVar("Item")
 
@@ -129,3 +110,7 @@ def is_iterable(value: object) -> bool:
     except TypeError:
         return False
     return True
+
+
+class HorovodVersionMismatchError(ImportError):
+    """Never raised: Horovod raises it where its compiled extension is of another framework's version."""
