@@ -21,150 +21,13 @@ from .errors import HvdliteError
 from .outside_graphs import outside_graphs
 
 if TYPE_CHECKING:
-    from . import (
-        Adasum,
-        Average,
-        DistributedOptimizer,
-        Max,
-        Min,
-        ProcessSet,
-        Product,
-        Sum,
-        SyncBatchNorm,
-        add_process_set,
-        allgather,
-        allgather_async,
-        allgather_object,
-        allreduce,
-        allreduce_,
-        allreduce_async,
-        allreduce_async_,
-        alltoall,
-        alltoall_async,
-        barrier,
-        broadcast,
-        broadcast_,
-        broadcast_async,
-        broadcast_async_,
-        broadcast_object,
-        broadcast_optimizer_state,
-        broadcast_parameters,
-        ccl_built,
-        cross_rank,
-        cross_size,
-        cuda_built,
-        ddl_built,
-        elastic,
-        global_process_set,
-        gloo_built,
-        gloo_enabled,
-        grouped_allgather,
-        grouped_allgather_async,
-        grouped_allreduce,
-        grouped_allreduce_,
-        grouped_allreduce_async,
-        grouped_allreduce_async_,
-        grouped_reducescatter,
-        grouped_reducescatter_async,
-        is_initialized,
-        join,
-        local_rank,
-        local_size,
-        mpi_built,
-        mpi_enabled,
-        mpi_threads_supported,
-        nccl_built,
-        poll,
-        rank,
-        reducescatter,
-        reducescatter_async,
-        remove_process_set,
-        rocm_built,
-        run,
-        shutdown,
-        size,
-        sparse_allreduce_async,
-        start_timeline,
-        stop_timeline,
-        synchronize,
-    )
-    from .compression.horovod_compressors import Compression
+    from .compression.horovod_compressors import Compression as Compression  # noqa: PLC0414  # it is public
     from .environment import CheckParameters
+    from .shared_names import *  # noqa: F403  # the list of names
+    from .shared_names import ProcessSet
 
 # All of hvdlite's errors derive from this class, so programs that catch Horovod's class catch them.
 HorovodInternalError = HvdliteError
-
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "SyncBatchNorm",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "check_extension",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "run",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-]
 
 
 @outside_graphs
@@ -183,7 +46,6 @@ def init(
     # Imported here, so that the import of this module takes little time.
     from . import init as init_hvdlite  # noqa: PLC0415
     from . import is_initialized  # noqa: PLC0415
-    from .communicator import check_comm  # noqa: PLC0415
 
     if comm is not None and not is_initialized():
         check_comm(comm, _size_to_be())
@@ -192,6 +54,31 @@ def init(
 
 def check_extension(*_: object) -> None:
     """Does nothing. Horovod checks here that its compiled extension is installed; hvdlite has none."""
+
+
+def check_comm(comm: Any, size: int) -> None:
+    """Raises a ValueError unless ``comm`` means all ``size`` ranks: None, [], a list of all, or mpi4py's COMM_WORLD."""
+    from .values import shown, whole_number  # noqa: PLC0415  # as above
+
+    if comm is None:
+        return
+    if hasattr(comm, "Get_size"):
+        if comm.Get_size() != size:
+            raise ValueError(
+                f"hvd.init(comm={shown(comm)}): that communicator has {comm.Get_size()} ranks and the job has {size}. "
+                "Start the program with mpirun or srun if MPI is to place its ranks; hvd.init() without comm takes all "
+                "ranks"
+            )
+        return
+    ranks = [whole_number(rank) for rank in comm] if isinstance(comm, (list, tuple)) else [None]
+    if None in ranks:
+        raise ValueError(f"hvd.init(comm={shown(comm)}): not a list of ranks, nor an mpi4py communicator")
+    if ranks and ranks != list(range(size)):
+        raise ValueError(
+            f"hvd.init(comm={shown(comm)}): hvdlite initialises all ranks of the job, 0 to {size - 1}, in this order. "
+            "To use some of them, call hvd.init(process_sets=[hvd.ProcessSet([...])]) on every rank, and pass that set "
+            "to the optimizer and the collectives as process_set"
+        )
 
 
 def _size_to_be() -> int:
@@ -203,11 +90,12 @@ def _size_to_be() -> int:
     return 1 if placement is None else placement.size
 
 
-def __dir__() -> list[str]:
-    return [*__all__, *(name for name in globals() if name.startswith("__"))]
-
-
 if not TYPE_CHECKING:  # otherwise type checkers would accept any name
+    _OWN_NAMES = "Compression", "HorovodInternalError", "check_extension", "init"
+    __all__ = sorted([*importlib.import_module("hvdlite").SHARED_NAMES, *_OWN_NAMES])  # noqa: PLE0605  # as in hvdlite
+
+    def __dir__() -> list[str]:
+        return [*__all__, *(name for name in globals() if name.startswith("__"))]
 
     def __getattr__(name: str) -> Any:
         """Imports a public name when it is first used, as `hvdlite` does."""

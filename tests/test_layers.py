@@ -49,6 +49,8 @@ def own_imports(name: str, tree: ast.Module) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
             base = [part for part in base if part]
+            if Path(hvdlite.__file__).parent.joinpath(*base).with_suffix(".pyi").exists():
+                continue  # a list of names for type checkers
             names = [".".join(base)] if ".".join(base) in library() else [".".join([*base, a.name]) for a in node.names]
             found |= set(names)
     return found

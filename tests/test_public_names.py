@@ -6,11 +6,13 @@ import ast
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hvdlite_launcher.version import VERSION
 
 import hvdlite as hvd
+import hvdlite.torch
 
 
 def test_all_is_sorted_and_every_name_is_there():
@@ -93,13 +95,21 @@ def test_who_only_reads_the_rank_loads_neither_optimizers_nor_operations():
     assert not others & modules
 
 
-def test_each_name_comes_from_the_module_that_type_checkers_take_it_from():
-    tree = ast.parse(inspect.getsource(hvd))
-    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    typed = {alias.name: node.module for node in block.body for alias in node.names}
-    assert typed.pop("elastic") is None, "it is a package"
-    assert typed == hvd._MODULE_OF
-    assert sorted([*typed, "elastic"]) == hvd.__all__
+def test_the_names_are_in_stubs_for_type_checkers_each_once_with_its_own_name():
+    names = []
+    for path in Path(hvd.__file__).parent.glob("*.pyi"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom):
+                names += [alias.name for alias in node.names]
+                assert all(alias.name in ("*", alias.asname) for alias in node.names), "else it is not public there"
+    assert sorted(names) == ["*", *hvd.__all__]
+
+
+def test_horovods_names_are_hvdlites_but_for_four():
+    assert set(hvdlite.torch.__all__) - set(hvd.__all__) == {"HorovodInternalError", "check_extension"}
+    for name in set(hvdlite.torch.__all__) & set(hvd.__all__):
+        is_same = getattr(hvdlite.torch, name) is getattr(hvd, name)
+        assert is_same == (name not in ("Compression", "init")), name
 
 
 def test_a_name_that_is_none_of_the_packages_is_an_attribute_error_that_names_it():

@@ -16,7 +16,7 @@ from torch import nn
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite.torch as hvd
-from hvdlite.communicator import check_comm
+from hvdlite.torch import check_comm
 
 # The calls of each of the two ranks, by the type of the error that they raise. `HorovodInternalError` is a
 # RuntimeError.

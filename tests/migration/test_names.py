@@ -13,7 +13,7 @@ from worlds import run_worlds
 
 import hvdlite
 import hvdlite.torch as hvd
-from hvdlite.communicator import check_comm
+from hvdlite.torch import check_comm
 
 
 def test_every_name_of_horovods_is_there_but_for_those_that_are_said_not_to_be():
