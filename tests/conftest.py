@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import copied_ranks
-import few_cases
 import hypothesis
+import night_cases
 import pytest
 import second_try
 import stress
@@ -48,7 +48,7 @@ def _leave_no_world_behind() -> Iterator[None]:
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     """Registers the plugins that are modules of tests/helpers."""
-    for plugin in (copied_ranks, few_cases, second_try, stress):
+    for plugin in (copied_ranks, night_cases, second_try, stress):
         pluginmanager.register(plugin)
 
 

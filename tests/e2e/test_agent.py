@@ -104,7 +104,6 @@ def test_a_message_that_is_cut_short_is_the_launcher_s_end(tmp_path):
             assert list(tmp_path.glob("hvdlite-*")) == []
 
 
-@pytest.mark.smoke
 def test_an_agent_speaks_of_workers_by_their_numbers_whatever_their_ranks(tmp_path):
     # Worker 0 has a standard input; the other, which is started later, leaves a file with its number in the name.
     script = """

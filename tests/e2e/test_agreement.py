@@ -33,7 +33,6 @@ def run(
     return code, out.decode(), err.decode()
 
 
-@pytest.mark.smoke
 def test_ranks_that_differ_all_say_the_same_and_the_job_fails(launch):
     code, _, err = run(launch, "hvd.allreduce(torch.ones(2 + hvd.rank()), name='loss')", size=3)
     assert code == 1
@@ -177,7 +176,7 @@ param.sum().backward(); optimizer.step()
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("where", FREEZES)
 def test_a_rank_that_is_frozen_is_named_and_the_job_ended_whatever_the_others_wait_in(launch, where):
     ranks = chosen([0, 1], few=[list(FREEZES).index(where) % 2])
@@ -205,7 +204,7 @@ def test_a_rank_that_is_frozen_is_named_and_the_job_ended_whatever_the_others_wa
         job.assert_gone()
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(("hanging", "check"), chosen([(0, "1"), (1, "1"), (1, "0")], few=[(0, "1"), (1, "0")]))
 def test_a_rank_in_an_endless_loop_is_told_of_with_the_place_in_its_program(launch, tmp_path, hanging, check):
     script = tmp_path / "train.py"

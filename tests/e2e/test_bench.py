@@ -37,7 +37,6 @@ def bench(launch):
     return run
 
 
-@pytest.mark.smoke
 def test_allreduce_compares_every_size_and_dtype_and_writes_what_it_shows(bench, tmp_path):
     pytest.importorskip("matplotlib")
     files = ("--json", tmp_path / "a.json", "--plot", tmp_path / "a.png")
@@ -209,7 +208,7 @@ def test_ranks_of_two_hosts_share_no_memory_and_are_measured_all_the_same(launch
     assert_clean(lan)
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("to_ranks", [False, True], ids=["ctrl-c", "to the ranks alone"])
 def test_ctrl_c_keeps_what_was_measured(launch, tmp_path, to_ranks):
     pytest.importorskip("tqdm")
@@ -307,7 +306,7 @@ def test_links_as_they_are_are_measured_between_the_hosts_of_a_job(launch, make_
     assert_clean(lan)
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_links_that_is_ended_leaves_neither_hosts_nor_ranks(links, signum):
     process = links("--steps", 1000000)

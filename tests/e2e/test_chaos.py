@@ -95,7 +95,7 @@ def assert_one_process_trains_the_same(survivors, faults) -> None:
     assert all(each["cost_s"] is not None for each in faults)
 
 
-@pytest.mark.few(6)
+@pytest.mark.night(but=6)
 @pytest.mark.parametrize("seed", range(trials(10, 167)))
 def test_the_others_train_as_one_process_would_through_seeded_faults(launch, tmp_path, seed):
     spec = f"seed={seed},every={EVERY},faults=kill+segv+exception,count={FAULTS_OF_A_JOB}"
@@ -146,7 +146,7 @@ def test_a_worker_may_have_a_fault_while_the_others_settle_a_step(launch, tmp_pa
     assert_one_process_trains_the_same(survivors, faults)
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(
     ("kind", "end"),
     [

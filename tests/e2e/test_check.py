@@ -46,7 +46,6 @@ def rows(out):
     return {line.split()[0]: line for line in lines[1:]}
 
 
-@pytest.mark.smoke
 def test_this_machine_is_well(launch):
     code, out, err = ended(launch("--check"))
     (row,) = rows(out).values()
@@ -88,7 +87,7 @@ def test_hosts_of_which_one_alone_could_train_are_not_measured(launch, ssh_progr
     assert "not measured" in out
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_and_leaves_nothing(launch, ssh_program, signum):
     job = launch("--check", "-H", "a,b", "--ssh-program", ssh_program, "--verbose")

@@ -33,7 +33,6 @@ def todo(out):
     return out.partition("what to do\n\n")[2].splitlines()
 
 
-@pytest.mark.smoke
 def test_two_hosts_that_are_well(launch, make_lan):
     lan = make_lan("a", "b", interfaces=("lan0", "ens7"), decoy=True)
     over, seen = threading.Event(), set()

@@ -120,14 +120,14 @@ def test_with_verbose_rank_0_says_once_how_ranks_are_connected(launch):
         assert err.count(b"2 ranks on 1 host") == count
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "code"),
     [
         ("raise ValueError('on purpose')", 1),
         ("os._exit(5)", 5),
-        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", 137, marks=pytest.mark.smoke),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137),
     ],
 )
 def test_of_a_training_the_rank_that_died_is_named_and_not_those_that_lost_it(launch, fault, code):

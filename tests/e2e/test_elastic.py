@@ -88,7 +88,7 @@ def digest() -> str:
     return run.stdout.decode().split()[4]
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("lost", [(0,), (1,), (2,), (0, 1), (1, 2)])
 def test_what_is_left_of_a_job_goes_on_from_the_last_commit(launch, digest, lost):
     job = launch(

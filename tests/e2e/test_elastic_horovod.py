@@ -154,7 +154,7 @@ print("end", hvd.rank(), hvd.size(), state.iter, len(state.img_secs), optimizer.
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(
     ("program", "end"), [(CLASSIFIER, "8 True 0.1"), (BENCHMARK, "10 10 0.02")], ids=["classifier", "benchmark"]
 )

@@ -188,21 +188,15 @@ def run_and_check(trial: Trial, launch: Callable[..., Launch], table: list) -> N
     table.append((scenario, took_s, len(steps), elastic_ledger.recoveries(scenario, notes)))
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "seed",
-    [
-        pytest.param(seed, marks=[pytest.mark.smoke] if seed == 10 else [])
-        for seed in chosen(ON_ONE_HOST, (3, 7, 8, 10, 15, 16))
-    ],
-)
+@pytest.mark.night(but=1)
+@pytest.mark.parametrize("seed", chosen(ON_ONE_HOST, (3, 7, 8, 10, 15, 16)))
 def test_a_job_on_one_host_ends_with_the_model_of_its_commits(launch, tmp_path, table, seed):
     trial = Trial(on_one_host(seed), tmp_path, ["localhost"], None)
     run_and_check(trial, launch, table)
     trial.job.assert_gone()
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("seed", chosen(ON_SEVERAL_HOSTS, (0, 1, 2)))
 def test_a_job_over_several_hosts_ends_with_the_model_of_its_commits(make_lan, launch, tmp_path, table, seed):
     scenario = on_several_hosts(seed)

@@ -276,7 +276,7 @@ print("end", hvd.rank(), flush=True)
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("lost", [0, 2])
 def test_optimizers_with_a_process_set_half_precision_and_two_passes_go_on_as_in_one_process(launch, lost):
     # Worker 2 is outside of the set at first, and in it once worker 0 is lost: then the set has all ranks.

@@ -165,7 +165,7 @@ except hvd.HvdliteError as error:
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("free", [0, 1, 4])
 def test_an_init_without_free_descriptors_says_so_and_what_to_do(launch, free):
     job = launch("-np", "2", sys.executable, "-c", WITHOUT_FILES, str(free))

@@ -221,7 +221,7 @@ def test_there_are_sixty_trials():
     assert sum(kind.trials for kind in KINDS.values()) == 60
 
 
-@pytest.mark.few(2)
+@pytest.mark.night(but=2)
 @pytest.mark.parametrize("name", KINDS)
 def test_whatever_breaks_nothing_is_left_and_the_cause_is_named(name, make_lan, tmp_path, table):
     kind = KINDS[name]

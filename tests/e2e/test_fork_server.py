@@ -234,7 +234,7 @@ def probe(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.few(2)
+@pytest.mark.night(but=2)
 @pytest.mark.parametrize(
     "command",
     [
@@ -268,7 +268,7 @@ def test_random_numbers_are_as_fresh_as_in_a_new_process(probe):
     assert not set(drawn[0]) & set(drawn[1])
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(
     ("command", "imported"),
     [

@@ -53,7 +53,6 @@ def passes(program):
     return run
 
 
-@pytest.mark.smoke
 def test_what_a_function_returns_comes_back_by_rank_and_what_it_prints_is_shown(passes):
     out = passes(
         """
@@ -123,7 +122,6 @@ def test_modules_beside_the_main_program_are_found_wherever_it_is_started(passes
     )
 
 
-@pytest.mark.smoke
 def test_the_first_failing_workers_exception_is_raised_with_its_traceback_and_rank(passes):
     out = passes(
         """
@@ -153,7 +151,7 @@ except WrongShape as error:
     assert own.rstrip().endswith("WrongShape: ('on purpose', 3)")
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(
     ("body", "said"),
     [

@@ -45,7 +45,7 @@ print(json.dumps(dict(rank=hvd.rank(), seen=seen, weight=param.tolist())), flush
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("env", [{}, {"HVDLITE_SHM": "0"}], ids=["shared memory", "gloo"])
 def test_the_same_optimizer_goes_on_in_many_worlds_and_nothing_piles_up(launch, env):
     job = launch("-np", "2", "python", "-c", PROGRAM, env=env)

@@ -83,7 +83,6 @@ def saving(launch, tmp_path):
     return start
 
 
-@pytest.mark.smoke
 def test_the_recipe_of_the_manual_writes_its_checkpoint_however_long_that_takes(launch, tmp_path):
     (recipe,) = re.findall(r"## Write a checkpoint on SIGTERM.*?```python\n(.*?)```", RECIPES.read_text(), re.DOTALL)
     program = tmp_path / "train.py"
@@ -180,7 +179,7 @@ def test_a_terminal_that_is_gone_leaves_the_workers_their_time(saving, tmp_path)
     job.assert_gone()
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_kills_at_once_and_says_so(saving, signum):
     job, _, saved = saving("--grace", "86400", "-np", "1")

@@ -69,7 +69,7 @@ def test_each_of_the_hangs_of_a_job_is_named_with_its_rank_and_line(launch, tmp_
     assert code == 0, err.decode()
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("seed", chosen(range(5), few=[0]))
 @pytest.mark.parametrize("is_whole", [True, False], ids=["from all", "between them"])
 def test_a_cut_link_is_named_with_the_line_at_which_the_others_wait(launch, make_lan, tmp_path, is_whole, seed):

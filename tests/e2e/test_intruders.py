@@ -311,7 +311,7 @@ def _chosen_trials() -> list[Trial]:
 
 
 @pytest.mark.new_processes("copies have for a moment the sockets of the process that they are forked from")
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_nobody_listens_but_where_the_table_says(start, hosts):
     """All that has ever listened: whose socket, and for whom; and that no stranger gets in once `hvd.init` is over."""
@@ -406,7 +406,7 @@ def test_garbage_of_the_same_user_on_the_sockets_of_the_job_directory_disturbs_n
 # ---------------------------------------------------------- while ranks connect
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("trial", _chosen_trials(), ids=str)
 def test_a_stranger_at_the_sockets_of_ranks_is_told_of_and_gets_nothing(trial, start):
     """While some ranks have not connected yet, the sockets of the others are attacked, each as soon as it listens."""

@@ -74,7 +74,7 @@ def ends_of(launch, tmp_path, *flags: str, **env: str):
     return {int(worker): rest for worker, *rest in lines}, err.decode()
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 def test_nobody_waits_for_a_spare_that_has_asked_before_it_knew_of_the_program_and_makes_its_model(launch, tmp_path):
     # The first generation begins once all workers have asked, the spare too. Later it takes worker 1's place.
     flags = ["-H", "localhost:4", "--max-np", "3", "--spares", "1", "--max-restarts", "0"]
@@ -83,7 +83,7 @@ def test_nobody_waits_for_a_spare_that_has_asked_before_it_knew_of_the_program_a
     assert re.search(r"generation 2: 2 ranks; worker 1 .*\n(.*\n)*.*generation 3: 3 ranks; worker 3 joins", err), err
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("flags", [("--survive",), ()], ids=["survive", "restore"])
 def test_the_others_train_while_a_new_worker_makes_its_model_and_it_gets_their_state(launch, tmp_path, flags):
     ends, err = ends_of(launch, tmp_path, *flags, IS_LATE="1")
@@ -104,7 +104,7 @@ def test_a_spare_has_made_its_model_before_a_rank_is_lost(launch, tmp_path):
 
 
 # The founders pass the point in their first steps, too: worker 0 has taken some when the new one joins.
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("fault", ["kill@join:worker=3", "kill@handover:worker=3", "kill@handover:worker=0:step=4"])
 def test_whoever_is_lost_while_a_worker_joins_the_others_go_on_and_another_joins(launch, tmp_path, fault):
     ends, err = ends_of(launch, tmp_path, "--survive", "--chaos", fault)
@@ -113,7 +113,7 @@ def test_whoever_is_lost_while_a_worker_joins_the_others_go_on_and_another_joins
     assert "was killed by SIGKILL" in err
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("flags", [("--survive",), ()], ids=["survive", "restore"])
 def test_a_new_worker_does_not_begin_anew_if_the_last_one_with_the_state_is_lost(launch, tmp_path, flags):
     fault = ["--chaos", "kill@handover:worker=0:step=4"]

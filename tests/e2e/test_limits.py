@@ -46,7 +46,7 @@ def assert_well_or_one_line(code, said, words):
     assert any(word in said for word in words), said
 
 
-@pytest.mark.few(3)
+@pytest.mark.night(but=3)
 @pytest.mark.parametrize("few", range(5, 40, 2))
 def test_few_open_files_are_enough_or_told_in_one_line(few, tmp_path):
     def limit():
@@ -135,7 +135,7 @@ MOUNTS = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @NEEDS_ROOT
 @pytest.mark.parametrize("mount", MOUNTS.values(), ids=MOUNTS)
 @pytest.mark.parametrize("words", [["-np", "2", "true"], ["-np", "2", "--dry-run"]], ids=" ".join)

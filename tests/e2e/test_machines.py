@@ -24,7 +24,6 @@ def ssh(machine, *words, **options):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.smoke
 def test_what_is_started_over_ssh_is_seen(make_lan):
     lan = make_lan("a")
     (a,) = lan.hosts
@@ -56,7 +55,7 @@ lan.close()
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("end", ["close", "kill -9"])
 def test_nothing_is_left_when_they_are_closed_nor_when_the_tests_are_killed(make_lan, tmp_path, end):
     namespaces = {os.readlink(path) for path in Path("/proc").glob("[0-9]*/ns/net")}

@@ -97,10 +97,10 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     return out.removeprefix(ALONE)
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=2)
 @pytest.mark.parametrize(
     ("command", "body"),
-    [(TORCHRUN, TRAIN), pytest.param(OPENMPI, TRAIN + AGAIN, marks=pytest.mark.smoke), (MPICH, TRAIN + AGAIN)],
+    [(TORCHRUN, TRAIN), (OPENMPI, TRAIN + AGAIN), (MPICH, TRAIN + AGAIN)],
     ids=["torchrun", "openmpi, and enter the world again", "mpich, and enter the world again"],
 )
 def test_three_ranks_of_a_launcher_train_as_one_process_does(command, body, weights, tmp_path):
@@ -141,7 +141,7 @@ def test_hvdlite_run_within_an_mpi_job_is_the_one_that_counts(command, weights, 
     assert (code, out) == (0, "[0]<stdout>:" + ONE_HOST + weights), err
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("command", [OPENMPI, MPICH], ids=["openmpi", "mpich"])
 def test_a_rank_that_has_ended_well_does_not_end_those_that_go_on(command, tmp_path):
     body = """
@@ -251,7 +251,7 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str]
     assert not first.is_running()
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
 def test_over_two_hosts_ranks_meet_through_the_launchers_own_exchange(name, inside, weights, tmp_path):
     need(f"mpirun.{name}")
@@ -358,7 +358,7 @@ def test_srun_on_one_node_trains_as_one_process_does(slurm, weights, tmp_path):
     assert (code, out) == (0, ONE_HOST + weights), err
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("mpi", ["none", "pmi2"])
 def test_srun_on_two_nodes_trains_as_one_process_does(mpi, slurm, weights, tmp_path):
     enter, environment = slurm
@@ -408,7 +408,7 @@ if hvd.rank() == 0:
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("limit", chosen(["signal", "time"], few=["signal"]))
 @pytest.mark.parametrize("script", ["srun", "hvdlite-run"])
 def test_a_job_saves_on_all_ranks_before_its_time_limit_and_goes_on_in_the_queue(script, limit, slurm, tmp_path):

@@ -52,7 +52,6 @@ def _run(launch, tmp_path, body: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.smoke
 def test_sets_overlap_train_come_and_go_and_a_program_ends_in_peace_with_some_registered(launch, tmp_path):
     # Their engines and optimizers still exist when the interpreter ends.
     _run(launch, tmp_path, "kept = use_sets(); print('done')")

@@ -45,7 +45,7 @@ print("end", hvd.size(), sizes, flush=True)
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("way", ["new host to old one", "old host to new one", "new host to old one, by a reset"])
 def test_a_new_host_whose_connections_are_refused_is_given_up_and_named_and_the_others_go_on(
     make_lan, launch, tmp_path, way

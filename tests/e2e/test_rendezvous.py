@@ -59,7 +59,6 @@ def test_eight_ranks_meet_again_and_again(launch):
     assert sorted(out.splitlines()) == [f"[{rank}]<stdout>:28.0" for rank in range(8)]
 
 
-@pytest.mark.smoke
 def test_verbose_tells_who_is_connected(launch):
     job = launch("--verbose", "-np", "2", *_python("import hvdlite as hvd; hvd.init()"))
     exit_code, _, err = job.ended()

@@ -106,7 +106,7 @@ def stands_still(data: dict) -> bool:
     return waits and (odd["state"] == "stopped" or (odd["place"] or {}).get("function") == "loads")
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("how", ["sleep", "lock", "alone", "loader", "mutex"])
 def test_the_rank_that_the_others_wait_for_is_named_with_its_line(launch, hung, how):
     job, reports, file = hung(how)
@@ -200,7 +200,7 @@ for step in range(3):
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("how", ["collective", "ddp"])
 def test_a_program_of_plain_torch_distributed_is_reported_with_the_rank_that_others_wait_for(launch, tmp_path, how):
     file = tmp_path / "train.py"

@@ -96,7 +96,7 @@ told(lambda: train(model, sgd(model), rank, 3, at_step=fail))
 )
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(
     ("end", "code"), [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("os._exit(0)", 0)]
 )
@@ -161,7 +161,7 @@ print(kind(), "right", flush=True)
 )
 
 
-@pytest.mark.few(2)
+@pytest.mark.night(but=2)
 @pytest.mark.parametrize(
     ("options", "engine", "lines"),
     [
@@ -268,7 +268,6 @@ print("steady")
     assert out.count("steady") == 2, out
 
 
-@pytest.mark.smoke
 def test_ddp_over_it_is_one_process_on_the_whole_batch_and_hvdlite_goes_along(launch):
     program = (
         TRAIN

@@ -49,7 +49,7 @@ def run(at, signum, *words):
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.night(but=2)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("words", [["--version"], ["-np", "2", "--dry-run"]], ids=" ".join)
 def test_a_signal_while_it_is_imported_is_one_line_whatever_is_imported_just_then(signum, words):
@@ -64,7 +64,7 @@ def test_a_signal_while_it_is_imported_is_one_line_whatever_is_imported_just_the
         assert (ended.returncode, ended.stderr) == (128 + signum, said), at
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_when_all_is_done_is_no_traceback(signum):
     for words in (["--version"], ["-np", "1", "true"]):
@@ -87,7 +87,6 @@ def test_a_signal_while_the_system_is_waited_for_is_answered_at_once():
     assert (process.returncode, err) == (143, b"hvdlite-run: ended by SIGTERM; no job was running\n")
 
 
-@pytest.mark.smoke
 def test_a_signal_that_is_ignored_stays_so():
     program = "import os, signal; from hvdlite_launcher.__main__ import main; os.kill(os.getpid(), 1); main()"
     ended = subprocess.run(

@@ -102,14 +102,6 @@ def failed(job, code=1):
 # ---------------------------------------------------------------- the places
 
 
-@pytest.mark.smoke
-def test_ranks_fill_the_hosts_in_order(launch, make_lan):
-    lan = make_lan("a", "b", "c")
-    lines = succeeded(launch("-np", "4", "-H", "a:2,b,c:3", "sh", "-c", WHO, on=lan.desk))
-    assert lines == [f"[{rank}]<stdout>:{rank} on {host}" for rank, host in enumerate(["a", "a", "b", "c"])]
-    assert_clean(lan)
-
-
 @pytest.mark.night
 def test_a_machine_under_several_names_is_one_host(launch, make_lan):
     lan = make_lan("a", "b")
@@ -201,7 +193,6 @@ def test_a_program_of_torch_distributed_alone_runs_as_under_torchrun(launch, mak
         assert succeeded(launch("-np", "3", *program(tmp_path, DDP))) == lines
 
 
-@pytest.mark.smoke
 def test_the_interface_can_be_named_for_each_host(launch, make_lan, tmp_path):
     lan = make_lan("a", "b", interfaces=("lan0", "ens7"))
     words = ["-H", "a,b", "--network-interface", "a=lan0,b=ens7", *program(tmp_path, AVERAGE)]
@@ -371,7 +362,6 @@ def test_a_login_that_ends_with_a_word_on_stdout_is_told_by_that_word(launch, ma
 # ------------------------------------------------------------ who is not there
 
 
-@pytest.mark.smoke
 def test_a_host_that_refuses_the_key_is_named_with_ssh_s_words_and_the_next_step(launch, make_lan, tmp_path):
     lan = make_lan("a", "b", "c")
     lan.hosts[1].refuse_keys()
@@ -587,7 +577,6 @@ def test_ranks_of_one_host_elsewhere_meet(launch, make_lan, tmp_path):
     assert [line.partition(" by ")[0] for line in lines] == ["[0]<stdout>:0.5 on a", "[1]<stdout>:0.5 on a"]
 
 
-@pytest.mark.smoke
 def test_the_exit_code_and_the_last_words_of_a_worker_elsewhere_are_told(launch, make_lan):
     lan = make_lan("a", "b")
     fail = "[ $HVDLITE_RANK = 0 ] && exec sleep 1000; echo no more batteries >&2; exit 7"

@@ -27,7 +27,6 @@ sys.exit(job.wait())
 """
 
 
-@pytest.mark.smoke
 def test_rank_0_reads_it_to_its_end_and_the_others_read_nothing(launch, tmp_path):
     data = os.urandom(3_000_000)
     job = launch("-np", "3", "sh", "-c", 'exec cat >"read.$HVDLITE_RANK"', stdin=subprocess.PIPE, cwd=tmp_path)
@@ -44,7 +43,7 @@ def test_lines_arrive_as_they_are_typed(launch):
     assert job.ended()[0] == 0
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("reads", ["exec <&-", "head -c 1"], ids=["nothing", "one byte"])
 def test_a_job_ends_though_its_input_does_not(launch, reads):
     read_end, write_end = os.pipe()

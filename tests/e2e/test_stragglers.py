@@ -76,7 +76,7 @@ if hvd.rank() == 0:
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(("phase", "slow"), [("data", 1), ("forward", 0)])
 def test_a_slow_rank_is_named_with_its_phase(launch, tmp_path, phase, slow):
     program = tmp_path / "program.py"

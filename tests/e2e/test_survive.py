@@ -154,7 +154,7 @@ def assert_all_have(expected: list[torch.Tensor], survivors: dict[int, list[torc
         assert torch.allclose(own, right, rtol=0, atol=within), (own - right).abs().max()
 
 
-@pytest.mark.few(3)
+@pytest.mark.night(but=3)
 @pytest.mark.parametrize(
     ("worker", "point"),
     chosen(
@@ -171,7 +171,6 @@ def test_the_others_finish_the_step_in_which_a_worker_is_killed(launch, tmp_path
     assert "what it has made for 3 ranks stays as it is" in err
 
 
-@pytest.mark.smoke
 def test_workers_may_be_killed_one_after_the_other_until_one_is_left(launch, tmp_path):
     died = "0:2:reduce,3:4:vote,1:6:hook"
     survivors, _, err = survivors_of(launch, tmp_path, PLAIN, died, size=4)
@@ -180,7 +179,7 @@ def test_workers_may_be_killed_one_after_the_other_until_one_is_left(launch, tmp
     assert "generation 4: 1 rank" in err
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(
     "points",
     chosen(
@@ -283,7 +282,7 @@ trained(model)
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("point", ["hook", "vote", "voted"])
 def test_averages_by_weight_are_those_of_the_samples_of_the_workers_that_are_left(launch, tmp_path, point):
     died = f"2:4:{point}"
@@ -319,7 +318,7 @@ survival.Survival.begin = begin
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("second", ["before the reports", "after the reports"])
 @pytest.mark.parametrize("first", ["reduce", "voted"])
 def test_a_second_worker_may_be_killed_while_the_others_settle_what_became_of_the_step(launch, tmp_path, first, second):
@@ -412,7 +411,7 @@ def maybe_die(point):
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(
     ("died", "how"),
     chosen(
@@ -498,7 +497,7 @@ def large() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(12, 300), torch.nn.Tanh(), torch.nn.Linear(300, 90)).double()
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("point", ["sum", "written", "reduced"])
 def test_a_worker_may_be_killed_while_it_writes_sums_into_the_memory_of_the_others(launch, tmp_path, point):
     survivors, _, err = survivors_of(launch, tmp_path, LARGE, f"1:4:{point}")
@@ -613,7 +612,7 @@ trained(model)
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("point", ["reduce", "vote"])
 def test_sparse_and_unused_parameters_are_averaged_over_those_that_are_left(launch, tmp_path, point):
     survivors, _, _ = survivors_of(launch, tmp_path, UNUSED_AND_SPARSE, f"1:4:{point}")
@@ -648,7 +647,7 @@ trained(torch.nn.ModuleList([first, second]))
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("died", ["0:4:vote", "0:4:voted", "0:104:hook", "0:104:vote", "0:104:voted"])
 def test_each_of_two_optimizers_knows_how_far_its_step_is(launch, tmp_path, died):
     survivors, _, _ = survivors_of(launch, tmp_path, TWO_OPTIMIZERS, died)
@@ -738,7 +737,7 @@ trained(model)
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("point", ["hook", "vote", "voted"])
 def test_an_elastic_function_goes_on_without_being_called_again_and_its_callbacks_run(launch, tmp_path, point):
     died = f"1:4:{point}"
@@ -908,7 +907,7 @@ def test_what_cannot_survive_is_refused_by_name(launch, tmp_path):
     assert len(survivors) == 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("how", ["flag", "variable"])
 def test_a_job_whose_ranks_cannot_change_is_told_how_to_start_it(launch, how):
     flags, env = (["--survive"], {}) if how == "flag" else ([], {"HVDLITE_SURVIVE": "1"})

@@ -58,7 +58,7 @@ def survivors_of(job, tmp_path) -> tuple[dict[int, list[torch.Tensor]], str]:
     return {int(each.stem): torch.load(each) for each in (tmp_path / "results").iterdir()}, err.decode()
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("died", ["0:4:reduce", "1:3:hook,2:6:voted", "0:4:vote,1:4:vote"])
 def test_workers_on_two_hosts_finish_the_step_in_which_others_are_killed(make_lan, launch, tmp_path, died):
     lan, job = start(make_lan, launch, tmp_path, PLAIN, died)
@@ -68,7 +68,7 @@ def test_workers_on_two_hosts_finish_the_step_in_which_others_are_killed(make_la
     assert_clean(lan)
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(("how", "lost"), [("power", 0), ("power", 1), ("link", 0)])
 def test_workers_finish_the_step_in_which_the_other_host_is_lost(make_lan, launch, tmp_path, how, lost):
     first, second = (0, 1) if lost == 0 else (2, 3)
@@ -102,7 +102,7 @@ def maybe_die(point):
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(("slots", "lost"), [((2, 2), 1), ((1, 2), 0)])
 def test_workers_finish_the_step_in_which_the_network_to_the_other_host_is_cut(make_lan, launch, tmp_path, slots, lost):
     lan = make_lan("b", "c")
@@ -215,7 +215,7 @@ torch.save(steps, os.environ["RESULTS"] + f"/{worker}.pt")
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(
     ("slots", "form", "died"),
     [
@@ -282,7 +282,7 @@ def test_a_worker_may_be_killed_at_each_request_with_which_the_others_on_two_hos
     assert_clean(lan)
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(("kind", "point"), [("agent", "vote"), ("host", "vote"), ("link", "begin")])
 def test_chaos_loses_the_whole_host_of_a_worker(make_lan, launch, tmp_path, kind, point):
     flags = (f"--chaos={kind}@{point}:worker=2:step=4", "--hang-timeout", "12")

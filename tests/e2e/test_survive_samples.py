@@ -114,7 +114,7 @@ def assert_each_sample_is_in_one_step(steps) -> None:
         assert drawn.total() - LENGTH <= (6 if epoch == 1 else 2)
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(("died", "plain"), [("1:3:begin", False), ("1:2:vote", False), ("1:4:begin", True)])
 def test_the_others_train_what_the_lost_worker_had_left_in_the_same_epoch(launch, tmp_path, died, plain):
     steps = steps_of(launch, tmp_path, died, "--on-failure", "shrink", plain=plain)

@@ -62,7 +62,6 @@ def _states_of_threads(process):
 
 
 @TIMES
-@pytest.mark.smoke
 def test_a_worker_killed_with_9_ends_the_others_and_is_named(launch, time):
     job = ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
     worker = _worker(job, 1)
@@ -90,7 +89,6 @@ def test_a_worker_that_ignores_sigterm_and_floods_the_screen_is_killed(launch):
 
 
 @TIMES
-@pytest.mark.smoke
 def test_ctrl_c_ends_the_job(launch, time):
     job = ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
     job.process.send_signal(signal.SIGINT)
@@ -99,7 +97,6 @@ def test_ctrl_c_ends_the_job(launch, time):
 
 
 @TIMES
-@pytest.mark.smoke
 def test_a_launcher_killed_with_9_takes_all_along(launch, time):
     job = ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
     job.process.kill()
@@ -127,7 +124,7 @@ def test_launcher_and_agent_killed_with_9_together_leave_nothing(launch, time):
     job.assert_gone()
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @LINUX_ONLY
 @pytest.mark.parametrize("and_launcher", [False, True], ids=["remote parent", "remote parent and launcher"])
 def test_a_remote_parent_killed_with_9_takes_all_along(launch, and_launcher):
@@ -172,7 +169,7 @@ def test_a_daemon_that_a_worker_leaves_ends_with_the_job(launch, time):
     job.assert_gone()
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_term_and_hup_end_the_job(launch, signum, code):
     job = ready(launch("-np", "2", "sh", "-c", SLEEP))

@@ -42,7 +42,7 @@ if end != "well":
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(("end", "expected"), [("well", 0), ("raises", 1), ("killed", 128 + 9)])
 def test_however_a_rank_ends_it_is_told_what_all_of_them_did(launch, tmp_path, end, expected):
     program, path = tmp_path / "program.py", tmp_path / "timeline.json"

@@ -40,7 +40,6 @@ while True:
 
 
 @pytest.mark.parametrize("check", ["1", "0"])
-@pytest.mark.smoke
 def test_the_rank_that_failed_prints_its_traceback_and_the_others_one_line_each(tmp_path, check):
     (tmp_path / "train.py").write_text(ONE_FAILS)
     first, second = run_plainly(2, [str(tmp_path / "train.py")], tmp_path, timeout_s=200, HVDLITE_CHECK=check)
@@ -132,7 +131,7 @@ if hvd.rank() == 1:
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(
     ("before", "wait", "check", "what"),
     [

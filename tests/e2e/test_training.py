@@ -36,28 +36,7 @@ def train(steps):
 """
 
 
-@pytest.mark.smoke
-def test_a_rank_that_raises_in_the_middle_of_backward_ends_the_job_with_its_traceback_last(launch, tmp_path):
-    body = (
-        "hvd.init()\n"
-        + TRAIN
-        + textwrap.dedent("""
-    def fail(grad): raise ZeroDivisionError("in the middle of backward")
-    def before_backward(step):
-        if step == 3 and hvd.rank() == 1: model[0].weight.register_hook(fail)
-    train(10)
-    """)
-    )
-    job = launch("-np", "3", sys.executable, program(tmp_path, body))
-    code, _, err = job.ended()
-    assert code == 1
-    report = err.decode().partition("hvdlite-run: ")[2]
-    assert re.match(r"rank 1 on localhost \(pid \d+\) failed first, with exit code 1", report)
-    assert report.rstrip().endswith("ZeroDivisionError: in the middle of backward")
-    job.assert_gone()
-
-
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("fault", ["sys.exit(7)", "os._exit(7)"])
 def test_a_rank_that_exits_with_gradients_under_way_gives_the_job_its_exit_code(launch, tmp_path, fault):
     # Rank 0 ends when rank 1 is no more: a job that has failed leaves a rank that takes longer to end no time for that.
@@ -124,29 +103,6 @@ def test_a_rank_that_does_not_come_is_reported_after_the_timeout(launch, tmp_pat
     # Where it is asked for, and may come too late on a busy machine.
     where = rb"is at \S+/program\.py:\d+ in <module>|computes or hangs"
     assert re.search(rb"missing: rank 1 \(localhost, pid \d+\), which (" + where + rb")", err)
-
-
-@pytest.mark.smoke
-def test_parameters_used_by_one_rank_do_not_mix_with_collectives_between_backward_and_step(launch, tmp_path):
-    """Ranks launch their buckets at different times here; metrics and a second optimizer come between."""
-    body = """
-    hvd.init(timeout_s=60)
-    a, b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    first = hvd.DistributedOptimizer(torch.optim.SGD(a.parameters(), lr=0.1), bucket_cap_mb=1e-6)
-    second = hvd.DistributedOptimizer(torch.optim.SGD(b.parameters(), lr=0.1), bucket_cap_mb=1e-6)
-    hvd.broadcast_parameters([*a.parameters(), *b.parameters()])
-    for step in range(20):
-        first.zero_grad(), second.zero_grad()
-        x = torch.ones(1, 2)
-        loss = (a(x) if (step + hvd.rank()) % 2 else b(x)).sum()
-        loss.backward()
-        assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item() == 2
-        second.step(), first.step()
-    everything = torch.cat([p.detach().flatten() for m in (a, b) for p in m.parameters()])
-    assert torch.equal(hvd.broadcast(everything, 0), everything)
-    """
-    code, _, err = launch("-np", "2", sys.executable, program(tmp_path, body)).ended()
-    assert code == 0, err.decode()
 
 
 PEAK = r"""
@@ -246,7 +202,7 @@ print("trained")
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(
     ("shm", "torchs"),
     chosen([("0", False), ("1", False), ("0", True), ("1", True)], few=[("1", False), ("0", True)]),

@@ -93,7 +93,6 @@ def terminals():
         each.close()
 
 
-@pytest.mark.smoke
 def test_a_job_and_its_bar_are_shown_below_its_output_and_to_who_looks_at_it_and_leave_nothing_behind(
     launch, terminals, tmp_path
 ):
@@ -161,7 +160,7 @@ def test_ctrl_c_ends_a_job_that_writes_without_a_pause_and_erases_the_view(launc
     job.assert_gone()
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("on_terminal", [True, False], ids=["dumb", "pipe"])
 def test_where_nothing_can_be_drawn_in_place_there_are_plain_lines(launch, terminals, on_terminal):
     own = terminals(40, 24)

@@ -100,7 +100,6 @@ def accuracy_of(done: Done[str]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.smoke
 def test_digits_are_learned_on_two_ranks_and_plotted(run: Callable[..., Done[str]], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "digits.png"
@@ -153,7 +152,7 @@ def test_digits_refuse_a_plot_where_there_is_no_directory(run: Callable[..., Don
 # -- elastic.py
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("is_first", [True, False])
 def test_digits_are_learned_though_a_worker_is_killed(hvdlite_run: list[str], is_first: bool) -> None:
@@ -199,7 +198,7 @@ def idx(array: np.ndarray) -> bytes:
     return header.tobytes() + array.tobytes()
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "flags"),
@@ -305,7 +304,7 @@ def test_a_partition_made_by_hand_is_that_of_the_distributed_sampler(size: int) 
 # -- all
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "options"),

@@ -139,7 +139,7 @@ def test_training_goes_on_where_it_was_stopped_as_if_it_had_not_been(run: Callab
     assert numbers(whole)[-1] < 0.5 * numbers(whole)[0]
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed")
 @pytest.mark.parametrize(
     ("ranks", "flags"),

@@ -188,7 +188,7 @@ BOUNDS = {
 each_form = pytest.mark.parametrize("name", chosen(list(BOUNDS), ["int8", "int4", "powersgd", "diloco", "sparseloco"]))
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @each_form
 def test_the_loss_of_a_character_gpt_is_near_that_of_float32_gradients(capsys, name):
     plain = told(capsys, "characters", "none")
@@ -197,7 +197,7 @@ def test_the_loss_of_a_character_gpt_is_near_that_of_float32_gradients(capsys, n
     assert told(capsys, "characters", name) < plain * (1 + percent / 100)
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @each_form
 def test_nearly_as_many_digits_are_recognized_as_with_float32_gradients(capsys, name):
     plain = told(capsys, "digits", "none")
@@ -256,7 +256,7 @@ def plain_diloco(task: Task, seed: int) -> float:
         return task.measure(shared)
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(("name", "reference"), [("powersgd", ddps_powersgd), ("diloco", plain_diloco)])
 def test_a_character_gpt_ends_where_reference_code_in_one_process_does(capsys, name, reference):
     expected = [reference(TASKS["characters"], seed) for seed in SEEDS]

@@ -70,7 +70,7 @@ def require_average(got: Tensor, terms: list[Tensor], *, in_rank_order: bool) ->
         torch.testing.assert_close(got, expected, rtol=0, atol=most * torch.finfo(got.dtype).eps)
 
 
-@pytest.mark.few(4)
+@pytest.mark.night(but=4)
 @engines
 @pytest.mark.parametrize("size", SIZES)
 def test_the_average_of_equal_tensors_is_that_tensor_in_every_bit(size, engine):
@@ -88,7 +88,7 @@ def test_the_average_of_equal_tensors_is_that_tensor_in_every_bit(size, engine):
     run_worlds(size, rank, engine=engine)
 
 
-@pytest.mark.few(4)
+@pytest.mark.night(but=4)
 @engines
 @pytest.mark.parametrize("size", SIZES)
 def test_so_it_is_of_what_is_scattered(size, engine):
@@ -118,7 +118,7 @@ def gradients(group_or_set: Any, values: list[Tensor], **options: Any) -> list[T
     return found
 
 
-@pytest.mark.few(4)
+@pytest.mark.night(but=4)
 @engines
 @pytest.mark.parametrize("size", SIZES)
 def test_so_it_is_of_gradients(size, engine):

@@ -73,7 +73,7 @@ def test_every_snippet_is_in_a_section_that_is_run():
     assert in_sections == len(SECTIONS) == PAGE.read_text().count("```python")
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_snippet_of_a_section_runs(launch, tmp_path, section):
     package, before, after = SECTIONS[section]

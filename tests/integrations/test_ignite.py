@@ -51,7 +51,7 @@ def test_idist_trains_the_weights_of_one_process_and_has_collectives_under_hvdli
     assert "averages integers" not in err, "idist.barrier() is an all-reduce of the integer 0"
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [

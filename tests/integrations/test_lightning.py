@@ -70,7 +70,7 @@ def assert_equal(one: list[torch.Tensor], other: list[torch.Tensor], **tolerance
         torch.testing.assert_close(mine, theirs, **tolerances)
 
 
-@pytest.mark.few(2)
+@pytest.mark.night(but=2)
 @pytest.mark.parametrize("scenario", EQUAL_TO_ONE_PROCESS)
 def test_ranks_together_train_the_weights_of_one_process_on_the_whole_batch(trained, scenario):
     (one,) = trained("one", 1)
@@ -78,7 +78,7 @@ def test_ranks_together_train_the_weights_of_one_process_on_the_whole_batch(trai
         assert_equal(rank[scenario]["weights"], one[scenario]["weights"], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("scenario", OF_DDP)
 def test_lightnings_own_ddp_on_hvdlites_ranks_trains_the_weights_of_one_process(trained, scenario):
     (one,) = trained("one", 1)

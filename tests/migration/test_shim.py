@@ -247,7 +247,7 @@ AS_WITHOUT = {
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.night(but=6)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", AS_WITHOUT)
 def test_a_program_runs_as_python_itself_would_run_it(case, tmp_path):
@@ -339,7 +339,6 @@ def test_every_child_process_finds_it_too(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.smoke
 def test_an_installed_horovod_is_shadowed_by_the_shim_alone(tmp_path):
     (tmp_path / "site" / "horovod" / "torch").mkdir(parents=True)
     (tmp_path / "site" / "horovod" / "__init__.py").write_text("")

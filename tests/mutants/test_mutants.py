@@ -61,7 +61,7 @@ def test_a_package_from_elsewhere_is_named(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
+@pytest.mark.night(but=1)
 @by_name
 def test_fast_tests_find_it(mutant, tmp_path):
     verdict = try_out(mutant, mutant.tests, tmp_path)

@@ -136,7 +136,7 @@ def test_ranks_whose_tensors_lie_differently_or_are_overwritten_get_the_same_ave
     assert all(torch.equal(result, by_rank[0][0]) for results in by_rank for result in results)
 
 
-@pytest.mark.few(12)
+@pytest.mark.night(but=12)
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("form", list(FORMS))

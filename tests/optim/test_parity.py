@@ -29,7 +29,7 @@ from hvdlite.comm.group import Group
 SIZES = [1, 2, pytest.param(3, marks=pytest.mark.slow), 4]
 
 
-@pytest.mark.few(20)
+@pytest.mark.night(but=20)
 @pytest.mark.parametrize("make", [sgd, adamw])
 @pytest.mark.parametrize("passes", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("size", SIZES)

@@ -74,7 +74,7 @@ def test_a_random_sequence_is_what_the_model_says() -> None:
     check_sequence(seed=0, length=30)
 
 
-@pytest.mark.few(2)
+@pytest.mark.night(but=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_so_are_more_of_them(seed: int) -> None:

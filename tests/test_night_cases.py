@@ -1,4 +1,4 @@
-"""What is left of a test with many cases where those that are marked night are left out."""
+"""What is left of a test with many cases that is marked night(but=n)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ pytest_plugins = ["pytester"]
 TESTS = """
 import pytest
 
-@pytest.mark.few(FEW)
+@pytest.mark.night(but=FEW)
 @pytest.mark.parametrize("case", range(9))
 def test_many(case):
     print(f"<{case}>")
@@ -22,9 +22,9 @@ def test_other(case):
 
 @pytest.mark.parametrize(("few", "left"), [(1, "0"), (2, "08"), (3, "048"), (9, "012345678"), (20, "012345678")])
 def test_few_cases_are_left_spread_over_all_and_each_test_that_is_not_marked(pytester, few, left):
-    pytester.makeini("[pytest]\nmarkers =\n    night\n    few(n)")
+    pytester.makeini("[pytest]\nmarkers =\n    night(but=n)")
     pytester.makepyfile(TESTS.replace("FEW", str(few)))
-    arguments = ("-p", "few_cases", "-p", "no:cacheprovider", "-s", "-q", "-m")
+    arguments = ("-p", "night_cases", "-p", "no:cacheprovider", "-s", "-q", "-m")
     result = pytester.runpytest_inprocess(*arguments, "not night")
     result.assert_outcomes(passed=len(left) + 2, deselected=9 - len(left))
     assert [each for each in "012345678" if f"<{each}>" in result.stdout.str()] == list(left)
