@@ -95,7 +95,7 @@ def assert_one_process_trains_the_same(survivors, faults) -> None:
     assert all(each["cost_s"] is not None for each in faults)
 
 
-@pytest.mark.night(but=6)
+@pytest.mark.night(but=2)
 @pytest.mark.parametrize("seed", range(trials(10, 167)))
 def test_the_others_train_as_one_process_would_through_seeded_faults(launch, tmp_path, seed):
     spec = f"seed={seed},every={EVERY},faults=kill+segv+exception,count={FAULTS_OF_A_JOB}"
