@@ -12,8 +12,8 @@ import time
 from functools import partial
 
 from ..errors import JobEndsError, LauncherError, UsageError
+from ..screen.display import draws_in_place, put_all, terminal_size
 from ..screen.footer import Footer
-from ..screen.job_screen import draws_in_place, put_all, terminal_size
 from ..status.console import ask_for_view
 from ..status.job_view import JobView
 from ..status.live_view import LiveView, make_view

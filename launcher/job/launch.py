@@ -27,7 +27,8 @@ from ..plan.chaos_spec import ChaosSpec
 from ..plan.hosts import AUTO, Host, count_auto_slots, each_machine_once
 from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot, plan_slots
-from ..screen.job_screen import Screen, draws_in_place
+from ..screen.display import draws_in_place
+from ..screen.job_screen import Records, Screen
 from ..screen.json_log import JsonLog
 from ..screen.log_events import LogEvents
 from ..screen.output_files import OutputFiles
@@ -258,8 +259,7 @@ def _start_static(
         agents.output_shown,
         timestamps=job.timestamps,
         shows=shown_by_slots(job, slots),
-        files=files,
-        json_log=json_log,
+        records=Records(files, json_log),
         rank_of=lambda number: workers[number].rank,
     )
     log = screen.say if job.verbose else _say_nothing
@@ -295,8 +295,7 @@ def _start_elastic(
         agents.output_shown,
         timestamps=job.timestamps,
         shows=shown_by_rank(job),
-        files=files,
-        json_log=json_log,
+        records=Records(files, json_log),
         rank_of=lambda _: None,
     )
     log = screen.say if job.verbose else _say_nothing

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..screen.job_screen import View
+from ..screen.display import View
 from ..wire.messages import Event, WatchAsked
 from .job_facts import JobFacts
 from .job_view import JobView

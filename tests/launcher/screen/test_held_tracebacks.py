@@ -12,11 +12,11 @@ from queue import SimpleQueue
 
 import pytest
 from hvdlite_launcher.screen.held_tracebacks import HOLD_S, HeldTracebacks, Traceback
-from hvdlite_launcher.screen.job_screen import Screen
 from hvdlite_launcher.wire.messages import Output, ScreenDone
 from hvdlite_launcher.workers.failure_message import Failure, Tail, failure_message
 from hypothesis import given
 from hypothesis import strategies as st
+from screens import screen_on
 
 HEAD = b"Traceback (most recent call last):\n"
 FRAMES = b'  File "train.py", line 3, in <module>\n    work()\n'
@@ -163,9 +163,7 @@ class Terminal:
         if rows is not None:
             fcntl.ioctl(self.writes, termios.TIOCSWINSZ, struct.pack("HHHH", rows, 80, 0, 0))
         self.events: SimpleQueue = SimpleQueue()
-        self.screen = Screen(
-            self.events, [].append, stdout=self.writes, stderr=self.writes, environ={"TERM": "dumb"}, clock=lambda: 0.0
-        )
+        self.screen = screen_on(self.writes, self.writes, self.events, environ={"TERM": "dumb"}, clock=lambda: 0.0)
 
     def text(self) -> bytes:
         data = bytearray()

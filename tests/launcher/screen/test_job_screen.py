@@ -7,12 +7,13 @@ import time
 from queue import SimpleQueue
 
 import pytest
-from hvdlite_launcher.screen.job_screen import Screen
+from hvdlite_launcher.screen.job_screen import Records
 from hvdlite_launcher.screen.lines import BAR_EACH_S, MAX_LINE_BYTES, Lines
 from hvdlite_launcher.screen.output_files import OutputFiles
 from hvdlite_launcher.wire.messages import Output, ScreenDone, ScreenFailed
 from hypothesis import given
 from hypothesis import strategies as st
+from screens import screen_on
 
 
 def _lines(*pieces: bytes) -> bytes:
@@ -108,7 +109,7 @@ def _read_all(fd):
 
 def test_streams_keep_their_lines_whole_and_say_whose_they_are(pipe):
     events = SimpleQueue()
-    screen = Screen(events, [].append, stdout=pipe[1], stderr=pipe[1], environ={})
+    screen = screen_on(pipe[1], pipe[1], events, environ={})
     _outputs(
         screen,
         Output(0, "stdout", b"of ra"),
@@ -123,7 +124,7 @@ def test_streams_keep_their_lines_whole_and_say_whose_they_are(pipe):
 
 def test_a_line_is_shown_with_the_rank_of_its_worker(pipe):
     events = SimpleQueue()
-    screen = Screen(events, [].append, stdout=pipe[1], environ={}, rank_of={7: 0, 0: 1}.__getitem__)
+    screen = screen_on(pipe[1], 2, events, environ={}, rank_of={7: 0, 0: 1}.__getitem__)
     _outputs(screen, Output(7, "stdout", b"first\n"), Output(0, "stdout", b"second\n"))
     assert isinstance(events.get(timeout=60), ScreenDone)
     os.close(pipe[1])
@@ -134,7 +135,7 @@ def test_a_reader_that_went_away_is_an_event_once_and_output_is_done_with_all_th
     read_end, write_end = os.pipe()
     os.close(read_end)
     events, shown = SimpleQueue(), []
-    screen = Screen(events, shown.append, stdout=write_end, environ={})
+    screen = screen_on(write_end, 2, events, shown.append, environ={})
     _outputs(screen, *[Output(0, "stdout", b"line\n")] * 200)
     failed = events.get(timeout=60)
     assert isinstance(failed, ScreenFailed)
@@ -146,7 +147,7 @@ def test_a_reader_that_went_away_is_an_event_once_and_output_is_done_with_all_th
 
 def test_a_timestamp_is_as_horovod_writes_it(pipe):
     events = SimpleQueue()
-    screen = Screen(events, [].append, stdout=pipe[1], environ={}, timestamps=True)
+    screen = screen_on(pipe[1], 2, events, environ={}, timestamps=True)
     _outputs(screen, Output(0, "stdout", b"text\n"))
     assert isinstance(events.get(timeout=60), ScreenDone)
     os.close(pipe[1])
@@ -160,7 +161,7 @@ def test_a_file_that_cannot_be_written_is_told_once_and_the_job_goes_on(pipe, tm
     (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
     events = SimpleQueue()
     files = OutputFiles(str(tmp_path), {0: 0})
-    screen = Screen(events, [].append, stdout=pipe[1], stderr=pipe[1], environ={}, files=files)
+    screen = screen_on(pipe[1], pipe[1], events, environ={}, records=Records(files))
     _outputs(screen, *[Output(0, "stdout", b"line\n")] * 3)
     assert isinstance(events.get(timeout=60), ScreenDone)
     os.close(pipe[1])
@@ -173,7 +174,7 @@ def test_files_of_a_new_worker_that_cannot_be_created_are_told_and_the_job_goes_
     events = SimpleQueue()
     files = OutputFiles(str(tmp_path), {}, first=0)
     (tmp_path / "worker.1").touch()
-    screen = Screen(events, [].append, stdout=pipe[1], stderr=pipe[1], environ={}, files=files)
+    screen = screen_on(pipe[1], pipe[1], events, environ={}, records=Records(files))
     screen.begin(1)
     _outputs(screen, Output(1, "stdout", b"one\n"), Output(0, "stdout", b"zero\n"))
     assert isinstance(events.get(timeout=60), ScreenDone)
@@ -198,16 +199,7 @@ def _on_terminal(environ, *outputs, quiet_s=3600.0):
     reader = threading.Thread(target=read)
     reader.start()
     # The clock stands still: a worker has been quiet for long enough at once, or never.
-    screen = Screen(
-        events,
-        [].append,
-        stdout=stream,
-        stderr=stream,
-        environ=environ,
-        quiet_s=quiet_s,
-        redraw_s=0.0,
-        clock=lambda: 0.0,
-    )
+    screen = screen_on(stream, stream, events, environ=environ, quiet_s=quiet_s, redraw_s=0.0, clock=lambda: 0.0)
     for output in outputs:
         if output is TYPED:
             screen.typed()
@@ -305,9 +297,7 @@ def _read(fd, count):
 def test_an_unfinished_line_is_shown_after_a_quiet_moment_and_not_before():
     terminal, stream = pty.openpty()
     now, is_shown, events = [0.0], SimpleQueue(), SimpleQueue()
-    screen = Screen(
-        events, is_shown.put, stdout=stream, stderr=stream, environ=PLAIN, quiet_s=0.1, clock=lambda: now[0]
-    )
+    screen = screen_on(stream, stream, events, is_shown.put, environ=PLAIN, quiet_s=0.1, clock=lambda: now[0])
     screen.show(Output(0, "stdout", b"? "))
     is_shown.get(timeout=60)
     screen.show(Output(1, "stdout", b"line\n"))
@@ -376,7 +366,7 @@ def test_on_a_terminal_a_backspace_leads_no_further_back_than_to_the_begin_of_it
 def test_the_last_words_on_a_terminal_quote_nothing_that_commands_it():
     terminal, stream = pty.openpty()
     events = SimpleQueue()
-    screen = Screen(events, [].append, stdout=stream, stderr=stream, environ={"TERM": "dumb"})
+    screen = screen_on(stream, stream, events, environ={"TERM": "dumb"})
     screen.say("rank 0 failed first. The end of its stderr:\n    \x1b]0;title\x07\x9b2J\b\udc9b\x1b[31mred\x1b[0m")
     screen.close()
     assert isinstance(events.get(timeout=60), ScreenDone)
@@ -388,7 +378,7 @@ def test_the_last_words_on_a_terminal_quote_nothing_that_commands_it():
 
 def test_a_pipe_gets_every_byte_as_it_is(pipe):
     events = SimpleQueue()
-    screen = Screen(events, [].append, stdout=pipe[1], stderr=pipe[1], environ={})
+    screen = screen_on(pipe[1], pipe[1], events, environ={})
     odd = bytes(range(256)).replace(b"\n", b"").replace(b"\r", b"")
     _outputs(screen, Output(0, "stdout", odd + b"\n"))
     assert isinstance(events.get(timeout=60), ScreenDone)
@@ -408,7 +398,7 @@ def test_each_worker_has_a_bar_of_its_own_and_those_beyond_the_rows_are_counted(
 def test_a_status_is_below_the_bars_and_goes_away():
     terminal, stream = pty.openpty()
     events = SimpleQueue()
-    screen = Screen(events, [].append, stdout=stream, stderr=stream, environ=PLAIN, redraw_s=0.0)
+    screen = screen_on(stream, stream, events, environ=PLAIN, redraw_s=0.0)
     assert screen.has_status
     screen.set_status("waiting \x1b]0;")
     screen.show(Output(0, "stderr", b"\r10%\r."))
@@ -434,7 +424,7 @@ def test_where_nothing_can_be_drawn_in_place_there_is_no_status(pipe, environ):
     terminal, stream = pty.openpty()
     events = SimpleQueue()
     where = pipe[1] if environ is None else stream
-    screen = Screen(events, [].append, stdout=where, stderr=where, environ=environ or PLAIN)
+    screen = screen_on(where, where, events, environ=environ or PLAIN)
     assert not screen.has_status
     screen.set_status("waiting")
     screen.close()
