@@ -6,7 +6,6 @@
 Figures of hvdlite's speed are measured here. The things compared take turns in one process, and are reported as medians
 with quartiles. Modules import only those before them, and any of the library:
 
-    units < arguments < ranks < plot < report < workloads < variants < allreduce < step < memory < scale
-    < soak_lines < soak_worker < soak < techniques < learning < links_worker < namespaces < links < command_line
-    < __main__
+    units < arguments < ranks < plot < report < workloads < variants < allreduce < step < memory < techniques
+    < learning < links_worker < namespaces < links < command_line < __main__
 """

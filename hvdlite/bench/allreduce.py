@@ -81,13 +81,9 @@ class AllReduce(Comparison):
                 if case.skipped is not None:
                     ranks.progress(what, self.rounds)
                     continue
-                blocks = {name: block_of(ranks, action) for name, action in self.actions(ranks, group, case).items()}
+                blocks = {name: block_of(ranks, action) for name, action in _actions(ranks, group, case).items()}
                 case.samples = {name: [] for name in blocks}
                 ranks.take_turns(what, blocks, self.rounds, case.samples)
-
-    def actions(self, ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], object]]:
-        """Returns the actions that take turns, by name. Every rank must call it."""
-        return {**own_all_reduces(ranks, group, case), **_rivals(ranks, case)}
 
     def title(self) -> str:
         return f"all-reduce between {self.job}"
@@ -109,7 +105,7 @@ class AllReduce(Comparison):
             lines = []
             for what, each in grouped(of_dtype, "what").items():
                 points = [(row["bytes"], row["median_s"]) for row in each]
-                lines.append(Line(what, points, is_own(what), band=[(row["low_s"], row["high_s"]) for row in each]))
+                lines.append(Line(what, points, is_own(what), [(row["low_s"], row["high_s"]) for row in each]))
             panels.append(Lines(dtype, "size of the tensor", "time", show_size, show_round_time, lines))
         caption = f"{self.title()}. Medians, of the slowest rank; shades are between quartiles."
         return Chart("How long an all-reduce takes", caption, panels)
@@ -122,7 +118,12 @@ def case_of(nbytes: int, dtype: str) -> Case:
     return Case(f"{show_size(nbytes)} {dtype}", {"bytes": nbytes, "dtype": dtype})
 
 
-def own_all_reduces(ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], object]]:
+def _actions(ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], object]]:
+    """Returns the actions that take turns, by name. Every rank must call it."""
+    return {**_own_all_reduces(ranks, group, case), **_rivals(ranks, case)}
+
+
+def _own_all_reduces(ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], object]]:
     """Returns hvdlite's all-reduces of a case: of an ordinary tensor, and of one in shared memory if there is any."""
     dtype = DTYPES[case.about["dtype"]]
     numel = case.about["bytes"] // dtype.itemsize

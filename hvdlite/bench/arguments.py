@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any
 
 from .units import UNITS
@@ -48,22 +47,6 @@ def read_count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text)):
         raise UsageError(f"{text!r} is not a whole number of at least 1")
     return int(text)
-
-
-def read_share(text: str) -> float:
-    """Returns the text as a number between 0 and 1, both excluded."""
-    with suppress(ValueError):
-        if 0 < float(text) < 1:
-            return float(text)
-    raise UsageError(f"{text!r} is not a number between 0 and 1, such as 0.5")
-
-
-def read_seconds(text: str) -> float:
-    """Returns the text as a number of seconds, from a tenth to 11 days."""
-    with suppress(ValueError):
-        if 0.1 <= float(text) < 1e6:
-            return float(text)
-    raise UsageError(f"{text!r} is not a number of seconds, such as 30")
 
 
 def some_of(known: Iterable[str], what: str) -> Callable[[str], tuple[str, ...]]:

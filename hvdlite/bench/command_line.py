@@ -25,8 +25,6 @@ from .links import Links
 from .memory import Memory
 from .plot import SUFFIXES, draw, require_matplotlib
 from .report import Command, Report
-from .scale import Scale
-from .soak import Soak
 from .step import Step
 
 PROGRAM = "hvdlite.bench"
@@ -37,15 +35,14 @@ Start it with the launcher that you train with, or by itself for a single rank:
   hvdlite-run --hostfile hosts python -m hvdlite.bench step --models mlp,gpt --json step.json --plot step.png
   torchrun -nproc-per-node 4 -m hvdlite.bench memory
 
-Two start jobs of their own:
+One starts a job of its own:
 
   python -m hvdlite.bench links --rates 1gbit,100mbit
-  python -m hvdlite.bench soak -np 4
 
 Whatever is compared takes turns in one process. Tables show medians and quartiles, of the slowest rank. Ctrl-C keeps
 what has been measured so far. docs/measuring.md, in the sources, explains each figure.
 """
-_COMMANDS: dict[str, type[Command]] = {each.name: each for each in (AllReduce, Step, Memory, Scale, Links, Soak)}
+_COMMANDS: dict[str, type[Command]] = {each.name: each for each in (AllReduce, Step, Memory, Links)}
 _DEVICES = one_of(("auto", "cpu", "cuda"), "a device")
 _DEVICE = flag("auto|cpu|cuda", _DEVICES, "where the tensors are; auto: cuda if there is a GPU")
 
@@ -60,15 +57,8 @@ class CommonFlags:
         default=None, metadata=flag("FILE.png", Path, "plot them to this file (needs matplotlib)")
     )
 
-    def device_type(self, *, is_for_cpu: bool) -> str:
-        """Returns ``cpu`` or ``cuda``. Raises UsageError if ``cuda`` is requested and there is no GPU or no NCCL.
-
-        ``is_for_cpu`` is that of the command.
-        """
-        if is_for_cpu:
-            if self.device == "cuda":
-                raise UsageError("--device cuda: this command runs on the CPU")
-            return "cpu"
+    def device_type(self) -> str:
+        """Returns ``cpu`` or ``cuda``. Raises UsageError if ``cuda`` is requested and there is no GPU or no NCCL."""
         has_cuda = torch.cuda.is_available() and dist.is_nccl_available()
         if self.device == "cuda" and not has_cuda:
             raise UsageError("--device cuda: there is no CUDA device here, or torch has no NCCL")
@@ -142,7 +132,7 @@ def parse(words: Sequence[str] | None, *, is_first: bool) -> Request:
     try:
         common: CommonFlags = made(CommonFlags)
         kind = _COMMANDS[given["command"]]
-        request = Request(made(kind), common, common.device_type(is_for_cpu=kind.is_for_cpu), given)
+        request = Request(made(kind), common, common.device_type(), given)
         if is_first:
             common.check_files()
     except UsageError as error:

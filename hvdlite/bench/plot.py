@@ -25,13 +25,12 @@ _PANEL_INCHES = 7.0, 4.0
 
 @dataclass(frozen=True)
 class Line:
-    """A line through ``points`` (x, y), in matplotlib's ``style``. ``band`` has (low, high) of each, and is shaded."""
+    """A line through ``points`` (x, y). ``band`` has (low, high) of each, and is shaded."""
 
     name: str
     points: Sequence[tuple[float, float]]
     is_own: bool
-    style: str = "o-"
-    band: Sequence[tuple[float, float]] = ()
+    band: Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,8 @@ class Lines:
         for line in self.lines:
             xs, ys = zip(*line.points, strict=True)
             color = OWN if line.is_own else OTHER
-            axes.plot(xs, ys, line.style, color=color, label=line.name, markersize=4)
-            if line.band:
-                axes.fill_between(xs, *zip(*line.band, strict=True), color=color, alpha=0.15, linewidth=0)
+            axes.plot(xs, ys, "o-", color=color, label=line.name, markersize=4)
+            axes.fill_between(xs, *zip(*line.band, strict=True), color=color, alpha=0.15, linewidth=0)
         axes.set(xscale="log", yscale="log", xlabel=self.x_label, ylabel=self.y_label)
         ticker = importlib.import_module("matplotlib.ticker")
         low, high = axes.get_ylim()

@@ -77,8 +77,6 @@ class Command(ABC):
 
     name: ClassVar[str]
     help: ClassVar[str]
-    is_for_cpu: ClassVar[bool] = False
-    """Whether it runs on the CPU only."""
     turns: int = field(default=0, init=False)
     """The length of the progress bar."""
     job: Job = field(default=Job(), init=False)

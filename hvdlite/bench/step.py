@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,8 +19,8 @@ from .plot import Bars, Chart
 from .ranks import Ranks
 from .report import Case, Columns, Comparison, Row, grouped, ratio_of
 from .units import show_ratio, show_time
-from .variants import VARIANTS, Training, horovod_problem, variants_flag
-from .workloads import BATCH, WORKLOADS, Batch, training_bytes
+from .variants import VARIANTS, horovod_problem, variants_flag
+from .workloads import BATCH, WORKLOADS, training_bytes
 
 # Unmeasured steps, after which autograd and the allocators have settled, and DDP has rebuilt its buckets.
 WARM_UPS = 3
@@ -96,13 +96,9 @@ class Step(Comparison):
                 stack.callback(training.close)
                 for _ in range(WARM_UPS):
                     training.step(batch)
-                blocks[variant] = self.block(ranks, variant, training, batch)
+                blocks[variant] = partial(ranks.timed, partial(training.step, batch))
             case.samples = {variant: [] for variant in blocks}
             ranks.take_turns(name, blocks, self.steps, case.samples)
-
-    def block(self, ranks: Ranks, variant: str, training: Training, batch: Batch) -> Callable[[], float]:
-        """Returns the block of a variant: it takes a step, and returns its seconds on this rank."""
-        return partial(ranks.timed, partial(training.step, batch))
 
     def title(self) -> str:
         return f"a training step on {self.job}, of the slowest rank"

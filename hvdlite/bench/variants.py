@@ -49,18 +49,14 @@ class Training:
     close: Callable[[], None] = _nothing
     averaged: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def step(self, batch: Batch, on_part: Callable[[], object] = _nothing) -> None:
-        """Takes a training step. Calls ``on_part`` before each of forward, backward and update, and at the end."""
+    def step(self, batch: Batch) -> None:
+        """Takes a training step."""
         inputs, targets = batch
         self.optimizer.zero_grad()
-        on_part()
         loss = functional.cross_entropy(self.model(inputs), targets)
-        on_part()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
-        on_part()
         self.average()
         self.optimizer.step()
-        on_part()
 
 
 Inner = Callable[[nn.Module], torch.optim.Optimizer]

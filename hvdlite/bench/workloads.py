@@ -1,5 +1,5 @@
 """
-The models whose training `step`, `memory` and `scale` measure, with random data. docs/measuring.md has a table of them.
+The models whose training `step`, `memory` and `links` measure, with random data. docs/measuring.md has a table of them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -54,15 +52,6 @@ def test_quantities_are_shown_with_three_digits_in_a_unit_of_their_size():
             "hvdlite.bench memory: --variants: 'horovod' is not a variant: choose from none, ",
         ),
         ("memory --model mlp,gpt", "hvdlite.bench memory: --model: takes one value, not mlp,gpt"),
-        ("scale --threshold 1.5", "hvdlite.bench scale: --threshold: '1.5' is not a number between 0 and 1, such as 0"),
-        (
-            "scale --calibration /none.json",
-            "hvdlite.bench scale: --calibration: '/none.json' cannot be read: No such f",
-        ),
-        (
-            "scale --calibration x --model gpt",
-            "hvdlite.bench scale: --calibration sets the model: leave out --model",
-        ),
         ("fly", "hvdlite.bench: COMMAND: invalid choice: 'fly' (choose from "),
         ("", "hvdlite.bench: the following arguments are required: COMMAND"),
         ("step --fast", "hvdlite.bench: unrecognized arguments: --fast"),
@@ -112,11 +101,3 @@ def test_only_rank_0_shows_the_help(capsys):
             parse(["allreduce", "--help"], is_first=is_first)
         assert caught.value.code == 0
         assert ("--sizes" in capsys.readouterr().out) is is_first
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"calibration": {"ranks": 2}})])
-def test_a_calibration_that_is_none_is_told(tmp_path, content):
-    path = tmp_path / "run.json"
-    path.write_text(content)
-    with pytest.raises(UsageError, match="is not the file of a complete run of `scale --json`"):
-        parse(["scale", "--calibration", str(path)], is_first=True)

@@ -22,7 +22,6 @@ from hvdlite.bench.arguments import UsageError
 from hvdlite.bench.memory import Memory
 from hvdlite.bench.ranks import Job, Ranks, free_in_cgroup
 from hvdlite.bench.report import Case, ratio_of, spread, table
-from hvdlite.bench.scale import Scale
 from hvdlite.bench.step import Step
 from hvdlite.bench.variants import VARIANTS, horovod_module
 from hvdlite.bench.workloads import WORKLOADS, small_resnet
@@ -239,8 +238,5 @@ def test_a_model_that_cannot_be_had_is_an_error_only_where_it_was_named(monkeypa
     (skipped,) = Step(None, ["none"], None, 1).report().data["skipped"]
     assert skipped["model"] == "resnet50"
     assert "nms does not exist" in skipped["why"]
-    for command in (Memory, Scale):
-        with pytest.raises(
-            UsageError, match=r"^--model: resnet50 needs torchvision, which cannot be imported: operator"
-        ):
-            command(model="resnet50")
+    with pytest.raises(UsageError, match=r"^--model: resnet50 needs torchvision, which cannot be imported: operator"):
+        Memory(model="resnet50")

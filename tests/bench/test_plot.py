@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.bench import plot, scale
+from hvdlite.bench import plot
 from hvdlite.bench.allreduce import AllReduce, case_of
 from hvdlite.bench.memory import Memory
 from hvdlite.bench.plot import Chart, figure_of
 from hvdlite.bench.ranks import Job
 from hvdlite.bench.report import Command
-from hvdlite.bench.scale import Calibration, Parts
 from hvdlite.bench.step import Step
 from hvdlite.bench.units import show_size
 from hvdlite.bench.workloads import WORKLOADS
@@ -111,34 +110,6 @@ def test_sizes_are_written_as_people_say_them_and_lines_have_their_names_in_a_le
 def test_each_dtype_has_a_panel():
     panels = panels_of(drawn(all_reduces(*[(64, dtype) for dtype in ("float32", "float16", "int8")])))
     assert [axes.get_title(loc="left") for axes in panels] == ["float32", "float16", "int8"]
-
-
-def calibration(job: Job) -> Calibration:
-    points = ((1024, 1e-4), (2**20, 1e-3))
-    return Calibration(job, "mlp", 16, "none", points, Parts(0.03, 0.05, 0.01), (2**20, 2**20), 0.12)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 64, 5000])
-def test_what_was_measured_is_set_apart_from_what_is_predicted_and_that_beyond_it_once_more(ranks):
-    steps, reduces = panels_of(figure_of(scale.report_of(calibration(Job(ranks, 2, "gloo")), 0.5).chart))
-    looks = {line.get_label(): line for line in steps.lines}
-    measured, predicted = looks["measured"], looks["predicted"]
-    assert list(measured.get_xdata()) == [1, ranks]
-    assert measured.get_ydata()[1] == pytest.approx(ranks * 0.09 / 0.12)
-    assert (measured.get_marker(), measured.get_linestyle()) == ("o", "None")
-    assert (predicted.get_linestyle(), predicted.get_xdata()[-1]) == ("-", ranks)
-    beyond = looks["predicted beyond what was measured"]
-    assert (beyond.get_linestyle(), beyond.get_xdata()[0], beyond.get_xdata()[-1]) == (":", ranks, max(ranks, 4096))
-    assert {text.get_text() for text in steps.get_legend().get_texts()} == set(looks)
-    assert [list(line.get_xdata()) for line in reduces.lines] == [[1024, 2**20]] * 2
-
-
-def test_scale_says_first_that_all_ranks_shared_a_host():
-    shared = scale.report_of(calibration(Job(2, 1, "shared memory")), 0.5).text
-    assert shared.startswith("All 2 ranks of this run shared one host (shared memory): what follows is about ")
-    assert "nothing of a network" in shared.partition("\n\n")[0]
-    spread = scale.report_of(calibration(JOB), 0.5).text
-    assert spread.startswith("The ranks of this run were 4 ranks on 2 hosts, over shared memory and gloo: ")
 
 
 def test_memory_is_drawn_from_zero_with_hvdlite_singled_out():

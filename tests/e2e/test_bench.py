@@ -83,28 +83,6 @@ def test_memory_finds_that_gradients_take_a_models_size_and_ddp_twice_that(bench
 
 
 @pytest.mark.night
-def test_scale_predicts_and_another_run_predicts_the_same_of_its_file(bench, tmp_path):
-    model = ("--model", "resnet-small", "--batch", 1)
-    code, out, err = bench("scale", *model, "--rounds", 2, "--steps", 2, "--json", tmp_path / "c.json")
-    assert code == 0, err
-    assert "all-reduces between 2 ranks, measured and by the model" in out
-    assert "one more adds" in out
-    code, again, err = bench("scale", "--calibration", tmp_path / "c.json")
-    assert code == 0, err
-    assert again == out
-    # Rank 0 waits for no rank that has ended, even if nothing was measured.
-    code, out, err = bench("scale", "--calibration", tmp_path / "c.json", "--json", "/no/such/place.json")
-    assert (code, out) == (2, "")
-    said = "hvdlite.bench scale: --json: '/no/such/place.json' cannot be written: there is no directory '/no/such'"
-    assert [line for line in err.splitlines() if line.startswith("[")] == [f"[0]<stderr>:{said}"]
-    code, _, err = bench("scale", size=1)
-    assert code == 2
-    assert (
-        "hvdlite.bench scale: 1 rank has no other to communicate with: start at least 2, or pass --calibration" in err
-    )
-
-
-@pytest.mark.night
 def test_what_does_not_exist_ends_all_ranks_with_2_and_one_line_of_rank_0(bench):
     code, out, err = bench("allreduce", "--sizes", "4Q")
     assert (code, out) == (2, "")
@@ -145,15 +123,7 @@ def test_one_rank_needs_no_launcher():
     )
 
 
-@pytest.fixture
-def calibration(tmp_path):
-    """Provides the file of a run of `scale`, from which another run predicts without measuring."""
-    parts = {"forward": 0.03, "backward": 0.05, "update": 0.01}
-    run = {"setting": {"ranks": 2, "hosts": 1, "wire": "shared memory"}, "model": "mlp", "batch": 16, "parts": parts}
-    run |= {"compression": "none", "points": [[1024, 1e-4]], "bucket_bytes": [2**20], "measured_step_s": 0.1}
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps({"calibration": run}))
-    return path
+SMALL = ("allreduce", "--sizes", 64, "--rounds", 1)
 
 
 def ended_with_stdout_to(stdout: int, *words: object) -> tuple[int, str]:
@@ -172,23 +142,23 @@ def to_nobody() -> int:
 
 
 @pytest.mark.night
-def test_where_nobody_reads_on_it_ends_quietly_and_the_files_are_written(calibration, tmp_path, monkeypatch):
+def test_where_nobody_reads_on_it_ends_quietly_and_the_files_are_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, err = ended_with_stdout_to(to_nobody(), "scale", "--calibration", calibration, "--json", "a.json")
+    code, err = ended_with_stdout_to(to_nobody(), *SMALL, "--json", "a.json")
     assert (code, err) == (0, f"hvdlite.bench: wrote {tmp_path}/a.json\n")
     assert json.loads((tmp_path / "a.json").read_text())["rows"]
     assert ended_with_stdout_to(to_nobody(), "--help") == (0, "")
 
 
 @pytest.mark.night
-def test_a_table_that_cannot_be_written_is_told_in_a_line_and_the_files_are_written(calibration, tmp_path):
+def test_a_table_that_cannot_be_written_is_told_in_a_line_and_the_files_are_written(tmp_path):
     path = tmp_path / "a.json"
     full = os.open("/dev/full", os.O_WRONLY)
-    code, err = ended_with_stdout_to(full, "scale", "--calibration", calibration, "--json", path)
+    code, err = ended_with_stdout_to(full, *SMALL, "--json", path)
     assert (code, err.splitlines()) == (
         1,
         [
-            "hvdlite.bench scale: standard output cannot be written: No space left on device",
+            "hvdlite.bench allreduce: standard output cannot be written: No space left on device",
             f"hvdlite.bench: wrote {path}",
         ],
     )

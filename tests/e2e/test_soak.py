@@ -1,22 +1,22 @@
-"""``python -m hvdlite.bench soak``: jobs of its own, with faults and without."""
+"""``python tests/bench/soak.py``: jobs of its own, with faults and without."""
 
 from __future__ import annotations
 
 import json
-import sys
+from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.slow
 
 PATIENCE_S = 400
-BENCH = ("-m", "hvdlite.bench")
+SOAK = (str(Path(__file__).parents[1] / "bench" / "soak.py"),)
 
 
 def test_a_short_soak_has_faults_in_half_of_its_windows_and_all_ranks_stay_equal(launch, tmp_path):
     file = tmp_path / "soak.json"
-    words = ("soak", "-np", "3", "--for", "20", "--every", "5", "--json", str(file))
-    job = launch(*words, program=BENCH, env={"OMP_NUM_THREADS": "1"})
+    words = ("-np", "3", "--for", "20", "--every", "5", "--json", str(file))
+    job = launch(*words, program=SOAK, env={"OMP_NUM_THREADS": "1"})
     code, out, err = job.ended(PATIENCE_S)
     job.assert_gone()
     assert code == 0, (out.decode(), err.decode())
@@ -29,11 +29,3 @@ def test_a_short_soak_has_faults_in_half_of_its_windows_and_all_ranks_stay_equal
     assert (found["steps_unequal"], found["processes_left"], found["failures"]) == (0, 0, [])
     assert found["complete"]
     assert b"processes left behind: 0" in out
-
-
-def test_within_a_job_it_is_refused(launch):
-    job = launch("-np", "1", sys.executable, *BENCH, "soak")
-    code, out, err = job.ended(PATIENCE_S)
-    job.assert_gone()
-    assert (code, out) == (2, b"")
-    assert b"hvdlite.bench soak: it starts jobs of its own with hvdlite-run: start it outside of any job" in err

@@ -1,7 +1,7 @@
 """
 The program of each worker of a soak: a small model in `hvd.elastic.run`, which writes down every step that it finishes.
 
-`soak` starts it under hvdlite-run. Its arguments are the seconds of training and the directory of the workers' files.
+`soak.py` starts it under hvdlite-run. Its arguments are the seconds of training and the directory of all files.
 """
 
 from __future__ import annotations
@@ -14,14 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from soak import BATCH, Line
 from torch import nn
 
-from ..elastic.run import run
-from ..elastic.torch_state import TorchState
-from ..environment import launcher_variable
-from ..optim.optimizer import DistributedOptimizer
-from ..runtime.world import init, size
-from .soak_lines import BATCH, Line
+import hvdlite.torch as hvd
 
 _WIDTH = 256
 _COMMIT_EVERY = _HASH_EVERY = 10
@@ -46,16 +42,16 @@ class _Model(nn.Sequential):
 
 def main(seconds: float, directory: Path) -> None:
     """Trains until the time is over on any rank. Every worker of the job must call it."""
-    init()
-    worker = int(launcher_variable("WORKER", os.environ))
+    hvd.init()
+    worker = int(os.environ["HVDLITE_WORKER"])
     generator = torch.Generator().manual_seed(worker)
     file = os.open(directory / f"{worker}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     model = _Model()
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
     # All clocks are of one host: a worker that joins gets the end from the others.
-    state = TorchState(model=model, optimizer=optimizer, step=0, round=0, ends_at=None)
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, round=0, ends_at=None)
 
-    @run
+    @hvd.elastic.run
     def train(state: Any) -> None:
         state.round += 1
         state.ends_at = state.ends_at or time.monotonic() + seconds
@@ -70,8 +66,8 @@ def main(seconds: float, directory: Path) -> None:
             # The average is the same on all ranks.
             assert model.is_over.grad is not None, "it has a gradient in each step"
             ends = bool(model.is_over.grad.item())
-            hashed = model.hash() if ends or state.step % _HASH_EVERY == 0 or size() != ranks_before else None
-            ranks_before = size()
+            hashed = model.hash() if ends or state.step % _HASH_EVERY == 0 or hvd.size() != ranks_before else None
+            ranks_before = hvd.size()
             os.write(file, Line(state.round, state.step, time.monotonic(), BATCH, hashed).text().encode())
             state.step += 1
             if ends:

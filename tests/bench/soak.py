@@ -1,36 +1,38 @@
 """
-`soak`: trains in windows with faults and without, in turns, and reports what the faults cost.
+`python tests/bench/soak.py`: trains in windows with faults and without, in turns, and reports what the faults cost.
 
-    Soak ── hvdlite-run --survive, for each window ── soak_worker on each rank ── soak_lines ── Window ── Report
+    Soak ── hvdlite-run --survive, for each window ── soak_worker on each rank ── Line ── Window ── report
 
-Each window is a job of its own. It runs outside of any job.
+Each window is a job of its own. Workers write a `Line` for each finished step; `Training` is what follows from them.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..rendezvous.launchers import read_placement
-from .arguments import UsageError, flag, read_count, read_seconds
-from .plot import Chart, Line, Lines
-from .ranks import Ranks
-from .report import Columns, Command, Report, Row, ratio_of, spread, table
-from .soak_lines import BATCH, Training, read_lines, training_of
-from .units import show_count, show_ratio, show_time
+from hvdlite.bench.arguments import UsageError, read_count
+from hvdlite.bench.report import Columns, Row, ratio_of, spread, table
+from hvdlite.bench.units import show_count, show_ratio, show_time
 
+BATCH = 16
+"""The samples of a rank in one step."""
 # The kinds of faults that hvdlite-run causes by the clock in a job on one host.
 _KINDS = ("kill", "segv", "stop")
 _FAULTS_PER_WINDOW = 5
@@ -52,6 +54,91 @@ _SUMMARY_COLUMNS: Columns = {
     "compared": lambda row: str(row["compared"]),
     "× without": lambda row: show_ratio(row["times_without"]),
 }
+
+
+class Line(NamedTuple):
+    """One finished step of one worker.
+
+    ``round`` counts the calls of the training function, and is the same on all ranks: a step that is repeated after
+    a loss is in a later round. ``hashed`` is the hash of the parameters after the step, None where none was taken.
+    """
+
+    round: int
+    step: int
+    at_s: float
+    samples: int
+    hashed: str | None
+
+    def text(self) -> str:
+        """Returns it as a line of a file."""
+        return f"{self.round} {self.step} {self.at_s:.6f} {self.samples} {self.hashed or '-'}\n"
+
+
+class Training(NamedTuple):
+    """What the workers of one window have trained.
+
+    ``seconds`` is the time from the end of the first step to that of the last; ``steps`` and ``samples`` are those
+    finished in it, a repeated step counted once. ``repeated`` counts the steps that were done again. ``pause_s`` is the
+    longest time between two steps. ``compared`` counts the steps after which several ranks took a hash, and ``unequal``
+    those of them after which their hashes differed.
+    """
+
+    seconds: float
+    steps: int
+    samples: int
+    repeated: int
+    pause_s: float
+    compared: int
+    unequal: int
+
+
+def read_lines(directory: Path) -> list[list[Line]]:
+    """Returns the lines of each worker. A last line that a killed worker has not finished is left out."""
+    return [_lines_of(path.read_text()) for path in sorted(directory.glob("*.txt"))]
+
+
+def _lines_of(text: str) -> list[Line]:
+    found = []
+    for line in text.split("\n")[:-1]:
+        number, step, at_s, samples, hashed = line.split()
+        found.append(Line(int(number), int(step), float(at_s), int(samples), None if hashed == "-" else hashed))
+    return found
+
+
+def training_of(workers: Iterable[Sequence[Line]]) -> Training | None:
+    """Returns what these workers have trained, or None if that is less than two steps."""
+    rounds: defaultdict[int, defaultdict[int, list[Line]]] = defaultdict(lambda: defaultdict(list))
+    for lines in workers:
+        for line in lines:
+            rounds[line.step][line.round].append(line)
+    if len(rounds) < 2:
+        return None
+    # Of a repeated step the last round counts.
+    counted = [by_round[max(by_round)] for _, by_round in sorted(rounds.items())]
+    ends = sorted(max(line.at_s for line in lines) for lines in counted)
+    hashes = [
+        [line.hashed for line in lines if line.hashed is not None]
+        for by_round in rounds.values()
+        for lines in by_round.values()
+    ]
+    several = [each for each in hashes if len(each) > 1]
+    return Training(
+        seconds=ends[-1] - ends[0],
+        steps=len(counted) - 1,
+        samples=sum(line.samples for lines in counted[1:] for line in lines),
+        repeated=sum(len(by_round) - 1 for by_round in rounds.values()),
+        pause_s=max(later - earlier for earlier, later in pairwise(ends)),
+        compared=len(several),
+        unequal=sum(len(set(each)) > 1 for each in several),
+    )
+
+
+def read_seconds(text: str) -> float:
+    """Returns the text as a number of seconds, from a tenth to 11 days."""
+    with suppress(ValueError):
+        if 0.1 <= float(text) < 1e6:
+            return float(text)
+    raise UsageError(f"{text!r} is not a number of seconds, such as 30")
 
 
 def read_kinds(text: str) -> tuple[str, ...]:
@@ -89,22 +176,14 @@ class Window:
 
 
 @dataclass
-class Soak(Command):
-    """The command `soak`: the speed of a job under faults beside that of one without, and whether it stays right."""
+class Soak:
+    """The windows of one command line, run one after the other, in pairs: with faults and without."""
 
-    name = "soak"
-    help = "trains with and without faults, in turns: what faults cost, and whether all ranks stay equal"
-    is_for_cpu = True
-    np: int = field(default=4, metadata=flag("N", read_count, "ranks (%(default)s)", "-np"))
-    every: float = field(default=30.0, metadata=flag("SECONDS", read_seconds, "about one fault in each (%(default)s)"))
-    seconds: float = field(
-        default=1800.0,
-        metadata=flag("SECONDS", read_seconds, "of training, half of them with faults (%(default)s)", "--for"),
-    )
-    faults: tuple[str, ...] = field(
-        default=("kill", "segv"), metadata=flag("KIND+...", read_kinds, f"of {', '.join(_KINDS)} (kill+segv)")
-    )
-    seed: int = field(default=0, metadata=flag("N", read_seed, "of the faults (%(default)s)"))
+    np: int = 4
+    every: float = 30.0
+    seconds: float = 1800.0
+    faults: tuple[str, ...] = ("kill", "segv")
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.np < 2:
@@ -114,21 +193,16 @@ class Soak(Command):
                 f"--for: half of {self.seconds:g} s is without faults, and the rest is too short for one in each "
                 f"{self.every:g} s: say at least {2 * self.every:g}"
             )
-        self._pairs = max(1, int(self.seconds / (2 * _FAULTS_PER_WINDOW * self.every)))
-        self._window_s = self.seconds / (2 * self._pairs)
-        self._windows: list[Window] = []
-        self.turns = 2 * self._pairs
+        self.pairs = max(1, int(self.seconds / (2 * _FAULTS_PER_WINDOW * self.every)))
+        self.window_s = self.seconds / (2 * self.pairs)
+        self.windows: list[Window] = []
 
-    def prepare(self, ranks: Ranks) -> None:
-        if ranks.size > 1 or read_placement(os.environ) is not None:
-            raise UsageError("it starts jobs of its own with hvdlite-run: start it outside of any job")
-
-    def run(self, ranks: Ranks) -> None:
-        for pair in range(self._pairs):
+    def run(self) -> None:
+        """Runs all windows. Those that have ended are in ``windows``, whatever ends this."""
+        for pair in range(self.pairs):
             for has_faults in (True, False) if pair % 2 else (False, True):
-                ranks.progress(_NAMES[has_faults])
-                self._windows.append(self._window(has_faults, self.seed + pair))
-                ranks.progress(_NAMES[has_faults], 1)
+                print(f"window {len(self.windows) + 1} of {2 * self.pairs}, {_NAMES[has_faults]}", file=sys.stderr)
+                self.windows.append(self._window(has_faults, self.seed + pair))
 
     def _window(self, has_faults: bool, seed: int) -> Window:
         """Runs the job of one window, and ends it if this process is interrupted."""
@@ -136,11 +210,11 @@ class Soak(Command):
         with tempfile.TemporaryDirectory(prefix="hvdlite-soak-") as name:
             directory, chaos_file = Path(name), Path(name) / "chaos.json"
             # None in a worker's last steps: the job fails if rank 0 is killed there, where the others are done.
-            count = max(1, int((self._window_s - _END_S) / self.every))
+            count = max(1, int((self.window_s - _END_S) / self.every))
             spec = f"seed={seed},every={self.every:.3f}s,faults={'+'.join(self.faults)},count={count}"
             chaos = ["--chaos", spec, "--chaos-report", str(chaos_file)] if has_faults else []
             job = ["-np", f"{self.np}", "--min-np", "1", "--max-np", f"{self.np}", "--max-restarts", "99999"]
-            worker = [sys.executable, "-m", "hvdlite.bench.soak_worker", f"{self._window_s}", name]
+            worker = [sys.executable, str(Path(__file__).with_name("soak_worker.py")), f"{self.window_s}", name]
             with (directory / "stderr").open("w+b") as stderr:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "hvdlite_launcher", *job, "--survive", *chaos, *worker],
@@ -164,9 +238,6 @@ class Soak(Command):
             failure = f"there was no time for two steps: make --for longer than {self.seconds:g}"
         return Window(has_faults, training, [each["kind"] for each in found], _left_behind(mark), failure)
 
-    def report(self) -> Report:
-        return report_of(self._windows, self.np, self._window_s)
-
 
 def _left_behind(mark: str) -> int | None:
     """Returns the number of processes with this mark, once there are none or `_TEARDOWN_S` later."""
@@ -188,8 +259,8 @@ def _count_marked(entry: bytes) -> int:
     return count
 
 
-def report_of(windows: Sequence[Window], ranks: int, window_s: float) -> Report:
-    """Returns the report of these windows. Its exit code is 1 if one failed, ranks differed or processes were left."""
+def report_of(windows: Sequence[Window], ranks: int, window_s: float) -> tuple[str, Row]:
+    """Returns the report of these windows as text and for JSON. ``is_right`` is whether all of them went well."""
     rows = [_row_of(windows, has_faults) for has_faults in (False, True)]
     shown = [row for row in rows if row is not None]
     without = rows[0][f"median_{_RATE}"] if rows[0] is not None else None
@@ -213,8 +284,8 @@ def report_of(windows: Sequence[Window], ranks: int, window_s: float) -> Report:
         text = f"{table(title, shown, _SUMMARY_COLUMNS, text_columns=1)}\n\n{_notes(totals)}"
     is_right = not (totals["failures"] or totals["steps_unequal"] or totals["processes_left"])
     about = {"ranks": ranks, "device": "cpu", "batch": BATCH, "window_s": window_s}
-    data = {**about, "rows": shown, **totals, "windows": [each.data() for each in windows]}
-    return Report(text, data, _chart_of(shown, title), 0 if is_right else 1)
+    data = {**about, "rows": shown, **totals, "windows": [each.data() for each in windows], "is_right": is_right}
+    return text, data
 
 
 def _row_of(windows: Sequence[Window], has_faults: bool) -> Row | None:
@@ -251,12 +322,43 @@ def _notes(totals: Row) -> str:
     return "\n".join(lines)
 
 
-def _chart_of(rows: Sequence[Row], caption: str) -> Chart:
-    lines = [
-        Line(row["variant"], list(enumerate(row[f"samples_{_RATE}"], 1)), row["variant"] == _NAMES[True])
-        for row in rows
-    ]
-    panels = [
-        Lines("speed with faults and without", "window", "samples per second", "{:g}".format, "{:g}".format, lines)
-    ]
-    return Chart("What faults cost", caption, panels)
+def parsed(words: Sequence[str] | None) -> tuple[Soak, Path | None]:
+    """Returns the soak of a command line, and its JSON file. Raises UsageError or exits for a wrong one."""
+    parser = argparse.ArgumentParser(description="Trains with and without faults, in turns.", allow_abbrev=False)
+    parser.add_argument("-np", type=read_count, default=4, metavar="N", help="ranks (%(default)s)")
+    parser.add_argument("--every", type=read_seconds, default=30.0, metavar="SECONDS", help="about one fault in each")
+    for_help = "of training, half of them with faults (%(default)s)"
+    parser.add_argument("--for", type=read_seconds, default=1800.0, metavar="SECONDS", dest="seconds", help=for_help)
+    faults_help = f"of {', '.join(_KINDS)} (kill+segv)"
+    parser.add_argument("--faults", type=read_kinds, default=("kill", "segv"), metavar="KIND+...", help=faults_help)
+    parser.add_argument("--seed", type=read_seed, default=0, metavar="N", help="of the faults (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    given = vars(parser.parse_args(words))
+    file = given.pop("json")
+    return Soak(**given), file
+
+
+def main() -> int:
+    """Runs the soak, and returns 0 if all of its windows went well. Ctrl-C keeps the windows so far."""
+    try:
+        soak, file = parsed(None)
+    except UsageError as error:
+        print(f"soak: {error}", file=sys.stderr)
+        return 2
+    # The job of a window is ended by what ends this.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    complete = False
+    try:
+        soak.run()
+        complete = True
+    except KeyboardInterrupt:
+        print("interrupted: this was measured so far", file=sys.stderr)
+    text, data = report_of(soak.windows, soak.np, soak.window_s)
+    print(text)
+    if file is not None:
+        file.write_text(json.dumps({"complete": complete, **data}, indent=1) + "\n")
+    return 0 if complete and data["is_right"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
