@@ -3,7 +3,7 @@ Gradients in buckets: which gradient lies where, when a bucket is full, and what
 
     hook ── gradient_state ── layout (buckets, as `plan` lays them out) ── in_flight (an exchange) ── averages
 
-`optim.reducer` owns one `Layout` and one queue of exchanges in flight. `exchange` is what `exchanges` implement;
+`steps.gradient_plan` owns one `Layout` and one queue of exchanges in flight. `exchange` is what `exchanges` implement;
 `outer` and `settings` have what users choose.
 
 Modules import only what stands before them:

@@ -4,8 +4,8 @@
     named parameters ── plan ── buckets ── first sparse gradient of a parameter ── move_out
                      └─ no buckets, if gradients stay in param.grad (a single rank, or Adasum)
 
-`reducer` owns a `Layout`; `sparse_gather` moves parameters out of buckets. Collectives follow the order of both lists,
-so it must always be the same on every rank. The lists therefore change only by information that all ranks share.
+`gradient_plan` owns a `Layout`; `sparse_gather` moves parameters out of buckets. Collectives follow the order of both
+lists, so it must always be the same on every rank. The lists therefore change only by information that all ranks share.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 from ..errors import GradientError
 from .bucket import Bucket, Memory
 from .flags import RankAndSize
-from .gradient_state import GradientState
+from .gradient_state import GradientState, Home
 from .plan import BucketPlan, Description, ParamSpec, plan_buckets
-from .unbucketed_gradients import GatheredHome, InPlaceHome, require_same
+from .unbucketed_gradients import GatheredHome, require_same
 from .weights import Weights
 
 
@@ -36,21 +36,21 @@ class Layout:
         scale_of: Callable[[torch.dtype], float],
         densify: bool,
         memory: Memory,
-        stays: bool,
+        staying: Home | None,
         aligned: bool,
         weights: Weights,
     ) -> None:
         """``scale_of`` returns the factor that gradients of a dtype are multiplied by before they are sent.
 
-        ``memory`` allocates a bucket's buffer at its first gradient. With ``stays`` gradients stay in ``param.grad``,
-        and there are no buckets. ``aligned`` is as in `plan_buckets`. ``weights`` are sent with the first bucket.
+        ``memory`` allocates a bucket's buffer at its first gradient. With ``staying`` there are no buckets: it is the
+        home of all gradients, which stay in ``param.grad``. ``aligned`` is as in `plan_buckets`. ``weights`` are sent
+        with the first bucket.
         """
         self.buckets: list[Bucket] = []
         self.sparse: list[GatheredHome] = []
         # By the parameter's `id`, which hashes faster than a tensor: this is looked up for every gradient.
         self.states: dict[int, GradientState] = {}
-        # The home of all gradients if there are no buckets.
-        self._staying = InPlaceHome() if stays else None
+        self._staying = staying
         self.cap_bytes = cap_bytes
         self._ranks = ranks
         self._scale_of = scale_of
@@ -88,6 +88,19 @@ class Layout:
                 buckets[0].is_first, buckets[0].weights = True, self._weights
             self.buckets += buckets
         return [(spec.name, spec.describe()) for spec in specs], plans
+
+    def ready(self) -> list[GradientState]:
+        """Returns the gradients that are complete and not averaged yet."""
+        return [state for state in self.states.values() if state.ready]
+
+    def passes(self) -> dict[Tensor, int]:
+        """Returns the number of backward passes in this step of each parameter that has had one."""
+        return {state.param: state.passes for state in self.states.values() if state.passes}
+
+    def numels(self) -> dict[str, int]:
+        """Returns the number of reals in each parameter's gradient, by name."""
+        specs = [state.piece.spec for state in self.states.values()]
+        return {spec.name: spec.numel * (1 + spec.dtype.is_complex) for spec in specs}
 
     def buffers(self) -> list[tuple[BucketPlan, Tensor]]:
         """Returns the flat buffers that are allocated, with their plans."""

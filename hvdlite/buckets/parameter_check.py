@@ -5,7 +5,7 @@ Checks that all ranks train the same model: compares a fingerprint of every para
                ── equal: done ── different: all-gather of the fingerprints ── MismatchError
 
 It finds a forgotten broadcast. It compares the bits of the parameters that an optimizer has, including frozen ones, but
-not a model's buffers, nor the optimizer's state. `in_flight` and `step_deltas` call it, at the same point of a step on
+not a model's buffers, nor the optimizer's state. `in_flight` and `adasum_step` call it, at the same point of a step on
 all ranks.
 """
 

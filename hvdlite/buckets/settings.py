@@ -3,7 +3,7 @@
 
     Settings (equal on all ranks) ── Scaling, for a dtype:  gradients × before ── summed ── × over / number of ranks
 
-`optimizer` creates the settings; `reducer`, the exchanges and `sparse_gather` read them.
+`optimizer` creates the settings; steps, exchanges and `sparse_gather` read them.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Timeline rows about gradients: for each optimizer one row of steps, and one row 
 
 *ready*: from the bucket's last gradient until its turn in plan order. *wire*: packing and compressing it.
 *all-reduce*: from its launch to its end. *wait*: the program blocks for it. *step*: from the end of one step to the end
-of the next. `reducer`, `in_flight` and `step_deltas` report these events; the recorder in `comm.recorder` writes them.
+of the next. `reducer`, `in_flight` and the steps report these events; the recorder in `comm.recorder` writes them.
 
 On a GPU, *ready*, *wire* and *wait* are times of the program, which runs ahead of the GPU. *all-reduce* is from when
 the GPU reaches the launch until it has ended, as seen by a thread that waits for CUDA events. Steps that a CUDA graph

@@ -1,8 +1,8 @@
 """
 The homes of gradients outside buckets, which stay in ``param.grad`` between backward and step.
 
-`InPlaceHome` is for all gradients of a single rank (and of Adasum), `GatheredHome` for sparse gradients, whose rows are
-gathered. `layout` creates them. On a single rank, changes by the user that several ranks could not handle are errors
+`InPlaceHome` is for all gradients of a single rank, `GatheredHome` for sparse gradients, whose rows are gathered; that
+of Adasum's is in `adasum_step`. On a single rank, changes by the user that several ranks could not handle are errors
 too, so that a program which works on one rank works on many.
 """
 

@@ -5,8 +5,9 @@
           n of every rank, behind the first bucket's flags ── correction, and the next step's reference
 
 The reference only keeps numbers in range, for 16-bit wires: it must be near the n of the ranks, and equal on all. It is
-the mean n of the last step. `reducer` owns a `Weights`; `bucket` sends its part with the first bucket. Each rank writes
-its n into elements of its own, 8 bits into each, so that n is exact in any dtype of a bucket, and in any order of sums.
+the mean n of the last step. `gradient_plan` has a `Weights`; `bucket` sends its part with the first bucket. Each rank
+writes its n into elements of its own, 8 bits into each, so that n is exact in any dtype of a bucket, and in any order
+of sums.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Closes objects that the garbage collector has found, on a background thread; and
 
 The garbage collector may run a finalizer in any thread at any point, for example inside a collective of the engine that
 is to be closed, while that thread holds the locks that closing needs. So a finalizer only adds to the queue, by calling
-`close_later`. `optim.gradient_hooks` has such a finalizer, and `runtime.world` calls `finish` when the program ends.
+`close_later`. An optimizer has such a finalizer, and `runtime.world` calls `finish` when the program ends.
 
 A destructor may wait: that of a gloo process group waits for the group's operations. `keep_until` holds a reference
 until there are none, so that the thread that drops its own reference does not wait.

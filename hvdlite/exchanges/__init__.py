@@ -3,7 +3,7 @@ What is sent for a bucket, and how ranks come to its average: in one all-reduce,
 
     bucket ── exchange_choice ── one Exchange ── begin (works on links) ── finish ── average, and exchange_state
 
-`optim.world_plan` chooses one exchange for each optimizer and world. `sparse_gather` is for sparse gradients, which are
+`steps.step_choice` makes one exchange for each optimizer and world. `sparse_gather` is for sparse gradients, which are
 in no bucket.
 
 Modules import only what stands before them:

@@ -6,7 +6,7 @@ The built-in exchanges whose wires are summed.
     StepAdasum           combines by Adasum what each rank's own optimizer step has changed (arXiv 2006.02924)
     SingleRank           does nothing, for a single rank
 
-`exchange_choice` makes one for an optimizer; `in_flight` and `step_deltas` call it for each bucket. Sparse gradients
+`exchange_choice` makes one for an optimizer; `in_flight` and `adasum_step` call it for each bucket. Sparse gradients
 use none of these: see `sparse_gather`. `encoded` has the exchange for formats that cannot be summed.
 """
 

@@ -1,4 +1,4 @@
-"""`exchange_of` makes the exchange of an optimizer, by its settings. `reducer` and `autotune` call it."""
+"""`exchange_of` makes the exchange of an optimizer, by its settings. `step_choice` and `autotune` call it."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ Averages sparse gradients: gathers the rows of all ranks, and adds up rows with 
     sparse gradients ── sizes: one all-gather ── indices and values: all-gathers of up to cap_bytes
                      ── joined in rank order, coalesced, divided ── sparse gradients
 
-The `Reducer` calls `SparseParameters.settle` for every bucket that has been averaged. By the bucket's flags it gives
+`AveragedStep` calls `SparseParameters.settle` for every bucket that has been averaged. By the bucket's flags it gives
 this rank the dense gradients that only other ranks had, and moves parameters with sparse gradients out of the bucket.
-At the end of each step the `Reducer` has it average the sparse gradients.
+At the end of each step it has it average the sparse gradients.
 """
 
 from __future__ import annotations

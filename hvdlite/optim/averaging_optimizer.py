@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -25,6 +25,7 @@ from ..buckets.gradient_state import explaining_lost_graphs
 from ..buckets.weights import FIRST_REFERENCE, no_loss
 from ..errors import GradientError
 from ..outside_graphs import keep_outside_graphs
+from ..values import shown, whole_number
 from .arguments import check_trained, check_weighted, names_of_new
 from .clipping import NormClipper
 from .horovod_attributes import HorovodsAttributes
@@ -99,7 +100,7 @@ class AveragingOptimizer(HorovodsAttributes):
         self._followed = self._members()
         reducer.before_step = weakref.WeakMethod(self._follow_groups)
         if claims:
-            reducer.take_number()
+            reducer.engine.take_number()
         # Parameters outlive their optimizer; the hooks on them must not.
         self._finalizer = weakref.finalize(self, reducer.abandon)
         self._finalizer.atexit = False
@@ -125,12 +126,12 @@ class AveragingOptimizer(HorovodsAttributes):
         A second call before the next backward does nothing. A ``step()`` without ``skip_synchronize`` does not average
         again either; it warns once, as Horovod does. With Adasum, `synchronize` does nothing.
         """
-        self._reducer.require_own("optimizer.synchronize()")
+        self._reducer.engine.require_own("optimizer.synchronize()")
         self._begin_after_skipped_step()
         self._follow_groups()
         self._reducer.synchronize()
         # With Adasum, `synchronize` did nothing.
-        self._synchronized = not self._reducer.steps_first
+        self._synchronized = not self._reducer.step.steps_first
 
     def weighted(self, loss: Tensor, n: int | Tensor) -> Tensor:
         """Returns the loss, scaled so that ``step()`` averages gradients by the samples or tokens ``n`` of each rank.
@@ -170,7 +171,7 @@ class AveragingOptimizer(HorovodsAttributes):
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """A context in which ``step()`` uses the gradients as they are. Call `synchronize` before."""
-        if self._reducer.steps_first:
+        if self._reducer.step.steps_first:
             # Horovod's words.
             raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         earlier, self._skipping = self._skipping, True
@@ -182,7 +183,7 @@ class AveragingOptimizer(HorovodsAttributes):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context in which backward passes only add to the gradients. The next pass outside averages the sum."""
-        with self._reducer.only_accumulating():
+        with self._reducer.state.accumulating():
             yield
 
     @contextmanager
@@ -197,11 +198,7 @@ class AveragingOptimizer(HorovodsAttributes):
         between `load_state_dict` and the first step: then the ranks of all hosts enter it together. Without a step
         or a loaded state, and without ``outer=``, ranks have equal parameters anyway, and it does nothing.
         """
-        if self._reducer.outer is not None:
-            self._reducer.require_own("optimizer.averaged()")
-        if self._reducer.outer is not None and self._reducer.outer.must_open:
-            self._reducer.connected()
-        with nullcontext() if self._reducer.outer is None else self._reducer.outer.showing_anchor():
+        with self._reducer.step.averaged():
             yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -217,7 +214,8 @@ class AveragingOptimizer(HorovodsAttributes):
             "call step() first, or synchronize() to drop them, on every rank. If these gradients are never used, "
             "compute them under `with optimizer.no_sync():`, or freeze the parameters meanwhile",
         )
-        self._reducer.drop_passes()
+        # The user drops their gradients, and nothing is pending.
+        self._reducer.step.plan.weights.drop()
         self._is_unscaled = False
         self._let_go()
         self._optimizer.zero_grad(set_to_none)
@@ -228,30 +226,20 @@ class AveragingOptimizer(HorovodsAttributes):
         A ``closure`` is called once, and the gradients that it computes are averaged before they are used. Returns
         what the closure returns, this rank's own loss.
         """
-        self._reducer.require_own("optimizer.step()")
-        self._warn_of_synchronizing_twice()
-        self._warn_of_accumulating_nothing()
-        self._follow_groups()
+        self._check_use(closure)
         set_by_scaler = vars(self)
         if not self._reducer.agree_to_step(set_by_scaler.get("grad_scale"), set_by_scaler.get("found_inf")):
             return None
-        by_bucket = self._by_bucket
-        if closure is not None and by_bucket is not None:
-            raise ValueError(
-                "step(closure) does not work with step_on_arrival=True, because the closure computes gradients inside "
-                "the step: call the closure before step(), or leave out step_on_arrival"
-            )
-        result = None
+        result: float | None = None
         with self._reducer.stepping():
             if closure is not None:
                 result = self._step_with(closure)
-            elif self._skipping or by_bucket is None or not by_bucket.take():
-                self._prepare_step()
-                if not self._reducer.is_discarded:
-                    with explaining_lost_graphs():
-                        result = self._optimizer.step()
-        if by_bucket is not None:
-            by_bucket.drop_gradients()
+            elif self._by_bucket is not None and not self._skipping and self._by_bucket.is_possible:
+                self._by_bucket.step()
+            else:
+                result = self._step_on_averages()
+        if self._by_bucket is not None:
+            self._by_bucket.drop_gradients()
         self._is_unscaled = False
         self._let_go()
         return result
@@ -265,23 +253,35 @@ class AveragingOptimizer(HorovodsAttributes):
         `Reducer.agree_to_step`.
         """
         self._reducer.exchange_state.see_scaler(sys._getframe(1))
-        return self._reducer.scales_itself
+        return self._reducer.step.steps_first or self._reducer.settings.outer is not None
 
     def _average_for_scaler(self) -> None:
         """Waits for the averages that a GradScaler unscales. A rank without gradients takes part with zeros."""
-        self._reducer.require_own("GradScaler's step")
+        self._reducer.engine.require_own("GradScaler's step")
         self._begin_after_skipped_step()
         self._follow_groups()
         self._reducer.synchronize()
         # Also of a step that it skips, for which it does not call `step`.
-        self._reducer.note_used_passes()
+        self._reducer.surplus.note_used_passes()
         self._is_unscaled = True
 
     def _begin_after_skipped_step(self) -> None:
         """Begins the next step where a GradScaler has skipped the last: it does not call ``step()`` then."""
         if self._is_unscaled:
             self._is_unscaled = False
-            self._reducer.forget_averages()
+            self._reducer.state.forget_averages()
+
+    def _check_use(self, closure: object) -> None:
+        """Warns of, or raises an error for, a `step` that is not used as it is meant."""
+        self._reducer.engine.require_own("optimizer.step()")
+        self._warn_of_synchronizing_twice()
+        self._warn_of_accumulating_nothing()
+        if closure is not None and self._by_bucket is not None:
+            raise ValueError(
+                "step(closure) does not work with step_on_arrival=True, because the closure computes gradients inside "
+                "the step: call the closure before step(), or leave out step_on_arrival"
+            )
+        self._follow_groups()
 
     def _warn_of_synchronizing_twice(self) -> None:
         was_synchronized, self._synchronized = self._synchronized, False
@@ -292,15 +292,15 @@ class AveragingOptimizer(HorovodsAttributes):
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
                 "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
                 "if you use optimizer.synchronize() in your code.",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _warn_of_accumulating_nothing(self) -> None:
         passes = self.backward_passes_per_step
-        if self._single_passes is None or passes == 1 or self._reducer.backwards_of_step == 0:
+        if self._single_passes is None or passes == 1 or not self._reducer.state.backwards:
             return
         # The last step of an epoch may have a single pass left, so one such step proves nothing.
-        self._single_passes = self._single_passes + 1 if self._reducer.backwards_of_step == 1 else None
+        self._single_passes = self._single_passes + 1 if len(self._reducer.state.backwards) == 1 else None
         if self._single_passes == _SINGLE_PASSES:
             self._single_passes = None
             warnings.warn(
@@ -308,17 +308,26 @@ class AveragingOptimizer(HorovodsAttributes):
                 f"steps, with backward_passes_per_step={passes}: the gradients of each pass are averaged and used at "
                 f"once, and nothing is accumulated. Call step() and zero_grad() once for every {passes} backward "
                 "passes, or leave backward_passes_per_step out.",
-                stacklevel=3,
+                stacklevel=4,
             )
 
+    def _step_on_averages(self) -> float | None:
+        """Averages the gradients, and takes the wrapped optimizer's step unless all ranks discard it."""
+        self._average()
+        if self._reducer.state.is_discarded:
+            return None
+        with explaining_lost_graphs():
+            return self._optimizer.step()
+
     def _step_with(self, closure: Callable[[], float]) -> float | None:
+        """Takes the wrapped optimizer's step on the averages of what the closure computes. Returns its loss."""
         loss: float | None = None
 
         def average_after() -> float:
             nonlocal loss
             loss = closure()
-            self._prepare_step()
-            if self._reducer.is_discarded:
+            self._average()
+            if self._reducer.state.is_discarded:
                 raise _DiscardedError
             return loss
 
@@ -328,17 +337,18 @@ class AveragingOptimizer(HorovodsAttributes):
         except _DiscardedError:
             return loss
 
-    def _prepare_step(self) -> None:
+    def _average(self) -> None:
+        """Leaves averages in the gradients, clipped, unless the program has done so."""
         clipper = self._clipper
         if not self._skipping:
             self._reducer.synchronize(arrived=None if clipper is None else clipper.measure)
-        elif self._reducer.has_passes:
+        elif self._reducer.step.plan.has_passes:
             raise GradientError(
                 "step() was called in skip_synchronize() while gradients are not averaged: call synchronize() before "
                 "step(), or call step() without skip_synchronize()"
             )
-        self._reducer.require_sound()
-        if self._reducer.is_discarded:
+        self._reducer.state.require_sound()
+        if self._reducer.state.is_discarded:
             return
         # Here and not in `synchronize`: before its step GradScaler has to unscale the gradients, and look for inf.
         if clipper is not None:
@@ -356,7 +366,7 @@ class AveragingOptimizer(HorovodsAttributes):
         averaged.
         """
         exchange_state = self._reducer.exchange_state.state_dict(self._gone())
-        parts = {_EXCHANGE: exchange_state, _OUTER: self._reducer.outer_state()}
+        parts = {_EXCHANGE: exchange_state, _OUTER: self._reducer.step.state_dict()}
         state = super().state_dict()
         kept: dict[str, Any] = {owner: part for owner, part in parts.items() if part}
         if _EXCHANGE in kept and (scale := self._reducer.exchange_state.scale) is not None:
@@ -372,10 +382,11 @@ class AveragingOptimizer(HorovodsAttributes):
         ``state_dict`` has nothing under the key ``"hvdlite"``, these start anew.
         """
         kept = state_dict.get(_KEY, {_EXCHANGE: state_dict.get(_EXCHANGE, {})})
-        self._reducer.load_exchange_state(
-            kept.get(_EXCHANGE, {}), kept.get(_LOSS_SCALE), kept.get(_REFERENCE, FIRST_REFERENCE)
+        numels = self._reducer.step.plan.layout.numels()
+        self._reducer.exchange_state.load(
+            kept.get(_EXCHANGE, {}), kept.get(_LOSS_SCALE), kept.get(_REFERENCE, FIRST_REFERENCE), numels
         )
-        self._reducer.load_outer_state(kept.get(_OUTER, {}))
+        self._reducer.step.load_state_dict(kept.get(_OUTER, {}))
         super().load_state_dict({key: value for key, value in state_dict.items() if key not in (_KEY, _EXCHANGE)})
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -387,8 +398,18 @@ class AveragingOptimizer(HorovodsAttributes):
         the next step ``state_dict()`` is local again. Raises ValueError for an exchange of your own that keeps a state,
         and has no `Exchange.consolidate`.
         """
-        self._reducer.require_own("optimizer.consolidate_state_dict()")
-        self._reducer.consolidate(to)
+        self._reducer.engine.require_own("optimizer.consolidate_state_dict()")
+        reducer = self._reducer
+        reducer.settle("optimizer.consolidate_state_dict() was called", "call step() first")
+        group, links = reducer.connect(), reducer.engine.connected()
+        named = whole_number(to)
+        if named not in group.ranks:
+            ranks = ", ".join(map(str, group.ranks))
+            raise ValueError(f"consolidate_state_dict: to={shown(to)} is not one of the optimizer's ranks: {ranks}")
+        is_asked = group.ranks[group.rank] == named
+        plans = [bucket.plan for bucket in reducer.step.plan.layout.buckets]
+        reducer.exchange_state.consolidate(plans, links, keeps=is_asked)
+        reducer.step.consolidate(keeps=is_asked)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -405,7 +426,7 @@ class AveragingOptimizer(HorovodsAttributes):
         if reader == _UNSCALING and not self._skipping:
             self._average_for_scaler()
         elif reader == _CLIPPING and not self._skipping:
-            self._reducer.require_own("clipping gradients")
+            self._reducer.engine.require_own("clipping gradients")
             self._follow_groups()
             self._reducer.synchronize()
         return self._optimizer.param_groups
@@ -416,7 +437,7 @@ class AveragingOptimizer(HorovodsAttributes):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Works like PyTorch's, and averages the group's gradients too. Every rank must call it; it waits for all."""
-        self._reducer.require_own("optimizer.add_param_group()")
+        self._reducer.engine.require_own("optimizer.add_param_group()")
         self._reducer.settle("add_param_group() was called", "call step() first")
         self._optimizer.add_param_group(param_group)
         try:

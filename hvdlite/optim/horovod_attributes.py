@@ -65,11 +65,11 @@ class HorovodsAttributes(OptimizerProxy):
     @property
     def backward_passes_per_step(self) -> int:
         """The number of backward passes that add to a gradient before it is averaged."""
-        return self._reducer.backward_passes_per_step
+        return self._reducer.state.passes_per_step
 
     @backward_passes_per_step.setter
     def backward_passes_per_step(self, passes: int) -> None:
-        self._reducer.backward_passes_per_step = check_positive_int(passes, "backward_passes_per_step")
+        self._reducer.state.passes_per_step = check_positive_int(passes, "backward_passes_per_step")
 
     # The name in older versions of Horovod.
     _backward_passes_per_step = backward_passes_per_step
@@ -91,11 +91,11 @@ class HorovodsAttributes(OptimizerProxy):
         The values are pairs of None: gradients are sent in buckets, and have no handle or context each. A program may
         set an empty dictionary while no gradient is being averaged.
         """
-        return dict.fromkeys(self._reducer.passes_of(), (None, None))
+        return dict.fromkeys(self._reducer.step.plan.layout.passes(), (None, None))
 
     @_handles.setter
     def _handles(self, value: Mapping[Any, Any]) -> None:
-        if value or self._reducer.has_arrivals:
+        if value or self._reducer.step.plan.layout.ready():
             raise GradientError(
                 "optimizer._handles may only be set to an empty dict, and not while gradients are being averaged: call "
                 "optimizer.synchronize() on every rank before, and optimizer.zero_grad() to drop the gradients"
@@ -104,7 +104,7 @@ class HorovodsAttributes(OptimizerProxy):
     @property
     def _allreduce_delay(self) -> dict[Tensor, int]:
         """The number of backward passes that each parameter still waits for before its gradient is averaged."""
-        passes_of, needed = self._reducer.passes_of(), self._reducer.backward_passes_per_step
+        passes_of, needed = self._reducer.step.plan.layout.passes(), self._reducer.state.passes_per_step
         return {param: max(0, needed - passes_of.get(param, 0)) for _, param in sorted(self._named, key=_name)}
 
     @property

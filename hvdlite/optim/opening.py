@@ -4,7 +4,7 @@
     constructor: claims a number ── first step of any optimizer, or a join: begins all openings ── _run ── wait
                                      _run: compares arguments and models, opens the engine, tunes the bucket cap
 
-`gradient_hooks` creates an `Opening` and waits for it; the `ReducerRegistry` begins it. Each rank numbers its
+`own_engine` creates an `Opening` and waits for it; the `ReducerRegistry` begins it. Each rank numbers its
 optimizers in the order of construction, without communication. Optimizers with the same number belong together, in
 whatever order ranks first use them. The work is an operation of the controller, named by that number.
 """
@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 from weakref import ref
 
 import torch
@@ -63,6 +62,20 @@ class Tune:
         return self.measure(group) if known is None else known
 
 
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """What is done with an optimizer's new engine.
+
+    The ranks compare ``arguments`` first. ``open_links`` opens the links of the exchange over the engine, and ``tune``
+    chooses the bucket cap. ``device`` is the GPU of the parameters, or None.
+    """
+
+    arguments: Arguments | None
+    open_links: Callable[[Group], Links]
+    tune: Tune | None
+    device: torch.device | None
+
+
 class Opening:
     """The opening of one optimizer's engine in one world. It also closes the engine again."""
 
@@ -73,29 +86,21 @@ class Opening:
         number: int,
         member: SitsOut,
         submit: Submit | None,
-        *,
-        arguments: Arguments | None,
         description: Description,
-        open_links: Callable[[Group], Links],
-        tune: Tune | None,
-        device: torch.device | None,
+        plan: EnginePlan,
     ) -> None:
         """``number`` is the optimizer's number among those of these ranks. ``member`` sits out steps for `join`.
 
         ``submit`` is the method of the world's controller, or None if there is no world. The ranks compare
-        ``arguments`` and ``description``. ``open_links`` opens the links of the exchange over the new engine, and
-        ``tune`` chooses the bucket cap. ``device`` is the GPU of the parameters, or None.
+        ``description``, that of their models.
         """
         self.ranks = ranks
         self.number = number
         self._registry = registry
         self._member = ref(member)
         self._submit = submit
-        self._arguments = arguments
         self._description = description
-        self._open_links = open_links
-        self._tune = tune
-        self._device = device
+        self._plan = plan
         self._handle: Handle | None = None
         # Whether `wait` has returned the engine, or raised the error.
         self._is_told = False
@@ -139,18 +144,18 @@ class Opening:
             group.close()
 
     def _run(self, execution: Execution) -> Opened:
-        among = execution.group
-        if self._arguments is not None:
-            _require_same_arguments(among, self._arguments)
+        among, plan = execution.group, self._plan
+        if plan.arguments is not None:
+            _require_same_arguments(among, plan.arguments)
         require_same_model(among, self._description)
         member = self._member()
         if member is not None:
             self._registry.enter(self.ranks, self.number, member)
         group = self.ranks.duplicate()
         try:
-            with self._on_device():
-                links = self._open_links(group)
-                opened = Opened(group, links, None if self._tune is None else self._tune.cap(group))
+            with nullcontext() if plan.device is None else torch.cuda.device(plan.device):
+                links = plan.open_links(group)
+                opened = Opened(group, links, None if plan.tune is None else plan.tune.cap(group))
         except BaseException:
             group.close()
             raise
@@ -161,9 +166,6 @@ class Opening:
         # The optimizer was closed or garbage-collected before its first use.
         group.close()
         return opened
-
-    def _on_device(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._device is None else torch.cuda.device(self._device)
 
 
 def _require_same_arguments(group: Group, arguments: Arguments) -> None:

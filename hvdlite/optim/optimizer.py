@@ -49,8 +49,9 @@ from .arguments import (
 )
 from .autotune import tuned_cap
 from .averaging_optimizer import AveragingOptimizer
+from .own_engine import Connection
 from .reducer import Reducer
-from .world_plan import Connection, Described
+from .tuning import Described
 
 # The fastest of 1 to 64 MiB by a few per cent, measured with two ranks over gloo on a 25 M-parameter MLP and on a
 # ResNet of many small tensors.
@@ -195,7 +196,7 @@ class DistributedOptimizer(AveragingOptimizer):
         named_groups = check_groups(groups_of(num_groups, groups), named)
         reducer = Reducer(partial(_connection_of, process_set, settings), passes)
         try:
-            with reducer.only_one_thread():
+            with reducer.engine.only_one_thread():
                 _compare_and_tune(reducer, named_groups, is_tuned_here=lambda: tunes and _is_member(process_set))
                 self._connect(reducer, named, named_groups, claims=True)
         except BaseException:
@@ -203,7 +204,7 @@ class DistributedOptimizer(AveragingOptimizer):
             raise
 
     def __repr__(self) -> str:
-        return f"DistributedOptimizer over {self._reducer.size} ranks of\n{self._optimizer!r}"
+        return f"DistributedOptimizer over {self._reducer.engine.ranks.size} ranks of\n{self._optimizer!r}"
 
     def __getstate__(self) -> dict[str, Any]:
         if self._given_process_set is not global_process_set:
@@ -219,13 +220,13 @@ class DistributedOptimizer(AveragingOptimizer):
             "groups": [[name for name in group if name not in gone] for group in self._named_groups],
             "settings": self._reducer.settings,
             "compression": self._given_compression,
-            "backward_passes_per_step": self._reducer.backward_passes_per_step,
+            "backward_passes_per_step": self._reducer.state.passes_per_step,
             # False once autotune has run: the chosen cap is in the settings.
-            "autotune": self._reducer.is_to_be_tuned,
+            "autotune": self._reducer.tuning.is_due,
             "exchange_state": self._reducer.exchange_state.state_dict(gone),
             "loss_scale": self._reducer.exchange_state.scale,
             "weight_reference": self._reducer.exchange_state.reference,
-            "outer_state": self._reducer.outer_state(),
+            "outer_state": self._reducer.step.state_dict(),
         }
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
@@ -245,8 +246,9 @@ class DistributedOptimizer(AveragingOptimizer):
         self._connect(reducer, named, pickled["groups"], claims=False)
         # The last two are not there in what earlier versions have pickled.
         reference = pickled.get("weight_reference", FIRST_REFERENCE)
-        reducer.load_exchange_state(pickled["exchange_state"], pickled.get("loss_scale"), reference)
-        reducer.load_outer_state(pickled["outer_state"])
+        numels = reducer.step.plan.layout.numels()
+        reducer.exchange_state.load(pickled["exchange_state"], pickled.get("loss_scale"), reference, numels)
+        reducer.step.load_state_dict(pickled["outer_state"])
 
     def _params(self) -> list[Tensor]:
         return [param for entry in self._optimizer.param_groups for param in entry["params"]]
@@ -262,7 +264,7 @@ def _compare_and_tune(
 
     ``is_tuned_here`` returns whether this rank takes part in autotune in the current world.
     """
-    passes = reducer.backward_passes_per_step
+    passes = reducer.state.passes_per_step
 
     def describe(settings: Settings, exchange: Exchange) -> Described:
         tunes = is_tuned_here()
@@ -278,7 +280,8 @@ def _compare_and_tune(
         tune = partial(tuned_cap, settings=settings, groups=groups, path=environment.autotune_log)
         return arguments, tune
 
-    reducer.compare_and_tune(describe)
+    reducer.tuning.describe = describe
+    reducer.tuning.enter(reducer.settings, reducer.step.plan.exchange)
 
 
 def _is_member(process_set: object) -> bool:

@@ -34,31 +34,29 @@ class StepByBucket:
         # The number of each parameter's group, by the parameter's `id`.
         self._group_of: dict[int, int] = {}
 
-    def take(self) -> bool:
-        """Waits for the averages and steps. Returns False, without doing anything, if the step must be taken whole."""
-        if self._is_watched():
-            return False
+    def step(self) -> None:
+        """Waits for the averages, and steps on those of each bucket as soon as they are there."""
         groups = self._optimizer.param_groups
         self._group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
         self._reducer.synchronize(self._update)
-        self._reducer.require_sound()
+        self._reducer.state.require_sound()
         # On the remaining parameters, even if there are none: this call runs the LR scheduler's count of steps.
         with self._narrowed([[param for param in group["params"] if param.grad is not None] for group in groups]):
             self._optimizer.step()
-        return True
 
     def drop_gradients(self) -> None:
         """Sets the gradients to None after a step, whether it was taken by bucket or whole."""
-        self._reducer.drop_gradients()
+        self._reducer.step.plan.drop_gradients()
 
-    def _is_watched(self) -> bool:
-        """Whether a step hook is registered, or the instance's ``step`` is replaced by anything but an LR scheduler's.
+    @property
+    def is_possible(self) -> bool:
+        """Whether the step may be taken in parts: no step hook is registered, and ``step`` is not replaced.
 
-        Such code may read all gradients, so the step must be taken whole.
+        Such code may read all gradients, unless it is an LR scheduler's.
         """
         optimizer = self._optimizer
         own_step = vars(optimizer).get("step")
-        return bool(
+        return not (
             _global_optimizer_pre_hooks
             or _global_optimizer_post_hooks
             or optimizer._optimizer_step_pre_hooks

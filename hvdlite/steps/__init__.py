@@ -1,8 +1,11 @@
 """
-Other kinds of step than the plain average: after the optimizer's own step (Adasum), between hosts once in many steps
-(`outer_steps`), and one that is finished although ranks are lost in it (`surviving_step`).
+What a step of an optimizer is: `step` says what all kinds have in common, and `step_choice` makes one for a world.
+
+    averaged_step    the average of gradients             outer_step      wraps it: between hosts once in many steps
+    adasum_step      after the optimizer's own step       surviving_step  wraps it: finished although ranks are lost
 
 Modules import only what stands before them:
 
-    kept_gradients < outer_bucket < outer_steps < step_deltas < surviving_step
+    step_state < step_world < kept_gradients < gradient_plan < step < averaged_step < adasum_step < outer_bucket
+        < outer_steps < outer_step < surviving_step < step_choice
 """

@@ -4,7 +4,7 @@
     step ── ... ── step: anchor - parameters ── averaged over the hosts, while `delay` more steps are taken
                    ── Nesterov's SGD steps the anchor ── parameters: a mix of the anchor and of the host's own
 
-The anchor is what all hosts share. The `Reducer` averages gradients only within this host, and calls `stepping` around
+The anchor is what all hosts share. `outer_step` averages gradients only within this host, and calls `stepping` around
 each step. Each of a host's L ranks keeps 1/L of the anchor, its velocity and the residuals, since the ranks of a host
 have equal parameters; they put the parameters together in shared memory, or over the host's own engine.
 
@@ -27,7 +27,6 @@ from ..buckets.flags import RankAndSize
 from ..buckets.outer import OuterRule
 from ..buckets.parameter_check import fingerprints
 from ..buckets.plan import ParamSpec, first_of, plan_buckets
-from ..buckets.settings import Settings
 from ..buckets.step_trace import StepTrace
 from ..comm.flat_bytes import as_real, flat_of
 from ..comm.group import Group
@@ -43,26 +42,6 @@ from .outer_bucket import RESIDUAL, OuterBucket, Segment
 
 # The size of the two counts of steps.
 _COUNT_BYTES = 16
-
-
-def outer_steps_of(
-    settings: Settings, ranks: Group, trace: StepTrace, *, compares: bool, is_later: bool
-) -> OuterSteps | None:
-    """Returns the outer steps of an optimizer, or None where there are none: without ``outer=``, or on a single host.
-
-    The arguments are those of `OuterSteps`.
-    """
-    if settings.outer is None:
-        return None
-    if len(set(ranks.hosts)) == 1:
-        if ranks.rank == 0:
-            log.info(
-                "outer=%r has no effect: all ranks are on one host, where gradients are averaged in every step",
-                settings.outer,
-            )
-        return None
-    rule, cap_bytes = settings.outer.rule(), settings.cap_bytes
-    return OuterSteps(rule, ranks, trace, cap_bytes=cap_bytes, compares=compares, is_later=is_later)
 
 
 class OuterSteps:
@@ -106,7 +85,7 @@ class OuterSteps:
         # What `consolidate` has made for this rank's next checkpoint, until the next step.
         self._consolidated: dict[str, Any] = {}
 
-    # -- set up by the reducer
+    # -- set up by the step
 
     def open(self, group: Group) -> Links:
         """Opens the groups within and across hosts. Every rank must call it, and waits for all.

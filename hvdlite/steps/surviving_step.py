@@ -1,238 +1,198 @@
 """
-`SurvivingSteps`: finishes an optimizer's step with the ranks that are left where one is lost (``--survive``).
+`SurvivingStep`: wraps a step that averages gradients, and finishes it with the ranks that are left where one is lost.
 
-    backward ── keep ── finish: averages ── vote ── used by all ranks
+    backward ── keep ── finish: averages ── vote ── used by all ranks                                   (``--survive``)
                                  └─ a rank is lost ── Survival.go_on ── this rank has all averages: used by all ranks
                                                       ├─ averaged again, from the gradients that were kept
                                                       └─ discarded on all ranks
 
-The `Reducer` has one if steps survive in its world, and is the `Restartable` that it works on. `runtime.survival`
-connects to the ranks that are left, and decides with their reports which of the three it is.
+`runtime.survival` connects to the ranks that are left, and decides with their reports which of the three it is. They
+are in a new world then, where the `Reducer`, the step's `Owner`, makes a new `SurvivingStep`: the old one's `finish`
+goes on with that, and returns once all ranks have done the same with the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..buckets.exchange import Exchange, Links, TakesBackSteps
-from ..buckets.gradient_state import GradientState
-from ..buckets.in_flight import BucketQueue
-from ..buckets.plan import BucketPlan
+from ..buckets.exchange import Links
+from ..buckets.plan import Description
 from ..buckets.step_trace import captures
-from ..comm.engine import Engine
+from ..comm.group import Group
 from ..errors import CommunicationError, GradientError, PeerLostError, list_names
 from ..log import log
 from ..runtime.survival import Outcome, Survival
+from .averaged_step import AveragedStep
 from .kept_gradients import KeptGradients
-
-# The memory of buckets, which those of the next world use again.
-Buffers = Iterable[tuple[BucketPlan, Tensor]]
-
-# What a step is besides its gradients: how far it is, its backward passes, and its weights.
-Mark = TypeVar("Mark")
+from .step import Arrived, Owner
+from .step_state import Phase, StepMark
+from .step_world import Added, Buffers, CarriedOver, KnownLosses, StepWorld
 
 
-class Restartable(Protocol[Mark]):
-    """A step that can begin again in another world."""
+class SurvivingStep:
+    """Steps of one optimizer, in one world, that no loss of a rank ends."""
 
-    @property
-    def is_left_behind(self) -> bool:
-        """Whether gradients of the step were sent in a world that has been shut down."""
+    steps_first: ClassVar[bool] = False
 
-    def gradient_states(self) -> Mapping[int, GradientState]:
-        """Returns how far each gradient is, by the `id` of its parameter; others in each world."""
-
-    def buffers(self) -> Buffers:
-        """Returns the memory of the buckets."""
-
-    def connected(self) -> Links:
-        """Returns the links to the other ranks of the current world."""
-
-    def mark(self) -> Mark:
-        """Returns what `begin_again`, `go_on_from` and `discard` need."""
-
-    def begin_again(self, mark: Mark, kept: KeptGradients, buffers: Buffers) -> None:
-        """Begins the step in the current world, with the gradients that were kept."""
-
-    def go_on_from(self, mark: Mark, buffers: Buffers) -> None:
-        """Takes the step, whose averages are in the gradients, along into the current world."""
-
-    def discard(self, mark: Mark) -> None:
-        """Ends the step in the current world, as one that no rank uses."""
-
-
-class SurvivingSteps:
-    """The steps of one optimizer, over all worlds of its ranks."""
-
-    def __init__(self, survival: Survival) -> None:
+    def __init__(
+        self, inner: AveragedStep, survival: Survival, owner: Owner, world: StepWorld, losses: KnownLosses | None
+    ) -> None:
+        """``losses`` are what the step of the world before knew, or None if there was none that survived."""
+        self.plan = inner.plan
+        self.kept: KeptGradients | None = KeptGradients()
+        self._inner = inner
         self._survival = survival
-        # How many of `Survival.lost_ranks` it knows.
-        self._known_losses = len(survival.lost_ranks)
-        # Whether ranks had kept something of their gradients in an earlier world.
-        self._had_residuals = False
-        self._exchange: Exchange | None = None
-        self.kept: KeptGradients | None = None
-        """The gradients of this step, before they are averaged. None if they cannot be averaged again."""
-
-    def join(self, survival: Survival, exchange: Exchange, engine: Engine) -> None:
-        """Goes on in another world, with its exchange and the engine of its ranks."""
-        if (steps := self._steps) is not None:
-            self._had_residuals |= steps.has_residuals
-        self._survival, self._exchange = survival, exchange
-        self.kept = KeptGradients()
+        self._owner = owner
+        self._world = world
         # By type of device, what cannot average gradients again where a rank is lost: see `Engine.cannot_repeat`.
-        self._cannot_repeat = engine.cannot_repeat
+        self._cannot_repeat = world.ranks.engine.cannot_repeat
         # Which of it has gradients of this optimizer, so that none are kept, and the step is discarded.
         self._obstacle: str | None = None
         self._devices: set[torch.device] = set()
         # The error of a rank that was lost in this step's backward, so that no more buckets are sent in this world.
         self._broken_by: CommunicationError | None = None
+        lost = survival.lost_ranks
+        self._losses = KnownLosses(len(lost), False) if losses is None else losses
+        self._tell_of_lost_residuals(lost[self._losses.told :])
 
-    def add(self, param: Tensor) -> None:
-        """Adds a parameter in this world."""
-        if param.device.type in self._cannot_repeat:
-            self._obstacle, self.kept = self._cannot_repeat[param.device.type], None
-            self._devices.add(param.device)
+    def _tell_of_lost_residuals(self, lost: list[str]) -> None:
+        """Says, on one rank, that these ranks were lost before they had sent all of their gradients."""
+        if lost and self._world.ranks.rank == 0 and self._losses.had_residuals:
+            log.warning(
+                "survive: the residual of %s is lost: what compression=%r had not sent yet of its gradients (%s)",
+                list_names(lost, len(lost)), self._world.settings.codec, self._world.trace.optimizer,
+            )  # fmt: skip
+        self._losses = self._losses._replace(told=len(self._survival.lost_ranks))
+
+    # -- parameters
+
+    def add(self, added: Added) -> Description:
+        """Adds parameters. Those on some devices cannot be averaged again: then no gradients are kept."""
+        for param in added.params.values():
+            if param.device.type in self._cannot_repeat:
+                self._obstacle, self.kept = self._cannot_repeat[param.device.type], None
+                self._devices.add(param.device)
+        return self._inner.add(added)
+
+    def drop_params(self, names: Collection[str]) -> None:
+        """Lets go of parameters, between two steps."""
+        self._inner.drop_params(names)
+
+    # -- the engine
 
     @property
-    def _steps(self) -> TakesBackSteps | None:
-        """The exchange, if its state changes with each step."""
-        return self._exchange if isinstance(self._exchange, TakesBackSteps) else None
+    def open_links(self) -> Callable[[Group], Links]:
+        """Opens the links that the exchange asks for."""
+        return self._inner.open_links
+
+    def opened(self, cap_bytes: int | None) -> None:
+        """Plans the buckets for good."""
+        self._inner.opened(cap_bytes)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether collectives may be running."""
+        return self._inner.is_sending
 
     # -- in the order of a step
 
     def begin(self) -> None:
-        """Begins a step, before its first gradient."""
-        if (steps := self._steps) is not None:
-            steps.begin_step()
+        """Begins a step, which can be taken back."""
+        self._inner.begin()
 
-    def keep(self, state: GradientState) -> None:
-        """Keeps a gradient that is complete, before a bucket takes it."""
-        if self.kept is not None:
-            self.kept.keep(state)
-
-    def launch_full(self, queue: BucketQueue, links: Links, number: int | None) -> None:
-        """Sends full buckets during backward, unless a rank was lost, or this step will be discarded.
-
-        ``number`` is the optimizer's, or None if it has none yet.
-        """
+    def launch(self) -> None:
+        """Sends full buckets during backward, unless a rank was lost, or this step will be discarded."""
+        number = self._world.engine.number
         if self._broken_by is not None or (number is not None and self._survival.discards(number)):
             return
         try:
-            queue.launch_full(links)
+            self._inner.launch()
         except CommunicationError as error:
-            # The rest of backward is needed all the same: `complete` averages the gradients again.
+            # The rest of backward is needed all the same: `finish` averages the gradients again.
             self._broken_by = error
             log.info("survive: a rank was lost during backward: %s", error)
 
-    def require_no_capture(self) -> None:
-        """Raises GradientError if a CUDA graph captures this step."""
+    def spoil(self) -> None:
+        """Gives up the step's averages."""
+        self._inner.spoil()
+
+    def finish(self, update: Arrived | None, arrived: Arrived | None) -> None:
+        """Ends the step with all ranks; where one is lost, again with those that are left.
+
+        Returns once all ranks have the averages, or discard the step. Its gradients are zeros then.
+        """
         if any(captures(device) for device in self._devices):
             raise GradientError(
                 "a CUDA graph captures optimizer.step() or synchronize(), in which ranks vote with hvdlite-run "
                 "--survive, or hvd.init(survive=True), and a replay would not: leave out one of them"
             )
-
-    def complete(self, step: Restartable[Any], finish: Callable[[], None], number: int, optimizer: str) -> None:
-        """Calls ``finish``, which ends the step with all ranks; where one is lost, again with those that are left.
-
-        Returns once all ranks have the averages, or discard the step. ``number`` is the optimizer's, and ``optimizer``
-        how messages call it.
-        """
+        number, optimizer, kept = self._world.engine.taken_number(), self._world.trace.optimizer, self.kept
         self._survival.come_to_end_of_step()
-        kept, obstacle = self.kept, self._obstacle
+        states = self.plan.layout.states
+        having = [state.param for state in states.values() if kept is None and state.param.grad is not None]
         if kept is not None:
-            kept.keep_rest(step.gradient_states())
+            kept.keep_rest(states)
         try:
-            has_averages = self._complete_among_those_left(step, finish, number, optimizer, kept)
+            has_averages = self._finish_among_those_left(update, arrived, number, optimizer)
         finally:
             if kept is not None:
                 kept.forget()
-            if (steps := self._steps) is not None:
-                # All ranks use this step, or it has failed otherwise than by a loss; else it has been taken back.
-                steps.end_step()
+            # All ranks use this step, or it has failed otherwise than by a loss; else it has been taken back.
+            self._owner.step.plan.changes.end()
         if has_averages:
             self._survival.note_passed(number)
-        else:
-            why = f"{obstacle or 'another rank'} cannot average gradients again"
-            self._survival.note_discarded(number, f"a step of {optimizer}", why)
+            return
+        why = f"{self._obstacle or 'another rank'} cannot average gradients again"
+        self._survival.note_discarded(number, f"a step of {optimizer}", why)
+        for param in having:
+            # Not None, which a GradScaler takes for a mistake of the program.
+            param.grad = torch.zeros_like(param)
 
-    def drop(self, finish: Callable[[], None], number: int) -> None:
-        """Calls ``finish``, which ends a step that all ranks drop. Where a rank is lost, nobody does so again.
-
-        Ranks that another optimizer's step has taken into the new world do not come to the end of this one. There is no
-        vote: it makes no difference who had come to it.
-        """
-        self._survival.come_to_end_of_step()
-        try:
-            finish()
-            self.take_back()
-        except CommunicationError as error:
-            self.take_back()
-            self._survival.go_on(error, number)
-        finally:
-            if self.kept is not None:
-                self.kept.forget()
-
-    def _complete_among_those_left(
-        self,
-        step: Restartable[Any],
-        finish: Callable[[], None],
-        number: int,
-        optimizer: str,
-        kept: KeptGradients | None,
+    def _finish_among_those_left(
+        self, update: Arrived | None, arrived: Arrived | None, number: int, optimizer: str
     ) -> bool:
         """Returns False if all ranks discard the step."""
-        survival, mark = self._survival, step.mark()
+        step, survival, kept, mark = self, self._survival, self.kept, self._mark()
         while not survival.discards(number):
-            is_complete, buffers = False, step.buffers()
-            if step.is_left_behind:
-                # Another optimizer has gone on in a new world since gradients of this one were sent.
+            buffers, is_complete = step.plan.layout.buffers(), False
+            if step.is_replaced:
                 if kept is None:
                     break
-                self._begin_again(step, mark, kept, buffers)
+                step = step._begin_again(mark, kept, buffers)
             try:
-                self._require_whole(optimizer)
-                finish()
+                step._require_whole(optimizer)
+                step._attempt(update, arrived)
                 what = f"the end of a step ({optimizer})"
-                links = step.connected()
+                links = step._world.engine.connected()
                 if kept is None:
                     # So far only the stream waits for the averages.
                     links.all.require_ended(what)
                 is_complete = True
                 links.all.all_reduce(torch.ones(1, dtype=torch.int32, device="cpu"), what).wait()
             except CommunicationError as error:
-                # Functions that adapt to the new world may already connect to it.
-                mark_now, exchange_now = step.mark(), self._state_of_exchange() if is_complete else {}
-                self.take_back()
+                changes = step.plan.changes
+                mark_now, exchange_now = step._mark(), changes.state() if is_complete else {}
+                changes.take_back()
+                # Functions that adapt to the new world may already make the owner follow it.
                 outcome = survival.go_on(error, number, can_repeat=kept is not None)
                 if outcome is Outcome.DISCARD:
                     break
                 if outcome is Outcome.HAS_AVERAGES and is_complete:
-                    step.go_on_from(mark_now, buffers)
-                    if self._exchange is not None and self._steps is not None:
-                        self._exchange.load_state_dict(exchange_now)
+                    self._go_on_from(mark_now, buffers, exchange_now)
                     return True
                 assert kept is not None, "a rank that keeps none says so, and then nobody repeats the step"
-                self._begin_again(step, mark, kept, buffers)
+                step = step._begin_again(mark, kept, buffers)
             else:
                 return True
-        self.take_back()
-        step.discard(mark)
+        step.plan.changes.take_back()
+        self._discard(mark)
         return False
-
-    def _begin_again(self, step: Restartable[Any], mark: Any, kept: KeptGradients, buffers: Buffers) -> None:
-        step.begin_again(mark, kept, buffers)
-        # `join` has begun new ones.
-        self.kept = kept
-
-    def _state_of_exchange(self) -> dict[str, Any]:
-        """Returns the exchange's state, which `take_back` changes; empty if steps do not change it."""
-        return self._exchange.state_dict() if self._exchange is not None and self._steps is not None else {}
 
     def _require_whole(self, optimizer: str) -> None:
         if self._broken_by is not None:
@@ -240,24 +200,136 @@ class SurvivingSteps:
                 f"a rank was lost during backward ({optimizer}): {self._broken_by}"
             ) from self._broken_by
 
-    def take_back(self) -> None:
-        """Gives the exchange the state before this step, which begins again or is given up."""
-        if (steps := self._steps) is not None:
-            steps.take_step_back()
+    def _attempt(self, update: Arrived | None, arrived: Arrived | None) -> None:
+        try:
+            self._inner.attempt(update, arrived)
+        finally:
+            self._end_attempt()
 
-    def end(self) -> None:
-        """Ends or gives up an attempt to finish the step; gradients are kept until `complete` returns."""
+    def _end_attempt(self) -> None:
+        """Ends or gives up an attempt to finish the step; gradients are kept until `finish` returns."""
         self._broken_by = None
         if self.kept is not None:
             self.kept.begin()
 
-    # -- after a loss
+    def drop(self) -> None:
+        """Finishes a step that all ranks drop. Where a rank is lost, nobody does so again.
 
-    def tell_of_lost_residuals(self, is_first: bool, codec: object, optimizer: str) -> None:
-        """Says once, on the rank that ``is_first``, which ranks were lost that had not sent all of their gradients."""
-        lost, self._known_losses = self._survival.lost_ranks[self._known_losses :], len(self._survival.lost_ranks)
-        if lost and is_first and self._had_residuals:
-            log.warning(
-                "survive: the residual of %s is lost: what compression=%r had not sent yet of its gradients (%s)",
-                list_names(lost, len(lost)), codec, optimizer,
-            )  # fmt: skip
+        Ranks that another optimizer's step has taken into the new world do not come to the end of this one. There is no
+        vote: it makes no difference who had come to it.
+        """
+        number = self._world.engine.taken_number()
+        with self._inner.dropping():
+            self._survival.come_to_end_of_step()
+            try:
+                self._inner.finish_dropped()
+                self.plan.changes.take_back()
+            except CommunicationError as error:
+                self.plan.changes.take_back()
+                self._survival.go_on(error, number)
+            finally:
+                if self.kept is not None:
+                    self.kept.forget()
+                self._end_attempt()
+
+    def leave(self) -> None:
+        """Ends the step, of which nothing is averaged, or gives it up."""
+        self._inner.leave()
+        self._end_attempt()
+
+    def leave_world(self) -> None:
+        """Gives up the step. The exchange has the state before it, for the next world."""
+        self.plan.changes.take_back()
+        self.leave()
+
+    # -- in another world
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another optimizer has gone on in a new world since gradients of this step were sent."""
+        return self._world.state.is_in_step and self._world.engine.is_world_closed
+
+    def _mark(self) -> StepMark:
+        return self._world.state.mark(self.plan.weights.state)
+
+    def _follow(self, mark: StepMark, buffers: Buffers = ()) -> SurvivingStep:
+        """Returns the step of the current world, with the passes and the weights of this one."""
+        self._owner.follow_world(buffers)
+        step = self._owner.step
+        assert isinstance(step, SurvivingStep), "a world that ranks enter within a step lets steps survive"
+        self._world.state.backwards |= mark.backwards
+        step.plan.weights.state = mark.weights
+        return step
+
+    def _begin_again(self, mark: StepMark, kept: KeptGradients, buffers: Buffers) -> SurvivingStep:
+        """Begins the step in the current world, with the gradients that were kept. Returns the step there."""
+        step = self._follow(mark, buffers)
+        self._owner.begin_step()
+        kept.put_back(step.plan.layout.states.values())
+        self._world.state.phase = mark.phase
+        if mark.phase is Phase.SPOILT:
+            step.plan.layout.give_up()
+        step.kept = kept
+        return step
+
+    def _go_on_from(self, mark: StepMark, buffers: Buffers, exchange_state: dict[str, Any]) -> None:
+        """Takes the step, whose averages are in the gradients, along into the current world."""
+        step = self._follow(mark, buffers)
+        self._world.state.phase = mark.phase
+        step.plan.changes.load(exchange_state)
+
+    def _discard(self, mark: StepMark) -> None:
+        """Ends the step in the current world, as one that no rank uses."""
+        step = self._follow(mark)
+        state = self._world.state
+        if state.is_in_step:
+            step.leave()
+        state.phase = Phase.DROPPED if mark.phase is Phase.SPOILT else Phase.DISCARDED
+        step.plan.weights.state = mark.weights
+        step.plan.weights.end_step()
+
+    # -- around the optimizer's own step
+
+    def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
+        """Returns whether the ranks may step."""
+        return self._inner.agree_to_step(grad_scale, found_inf)
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """A context around the optimizer's own step."""
+        return self._inner.stepping()
+
+    def sit_out(self, average_of_active: bool) -> bool:
+        """Takes part in a step of the other ranks. The loss of a rank in it is an error."""
+        try:
+            return self._inner.sit_out(average_of_active)
+        finally:
+            self._end_attempt()
+
+    def why_no_join(self) -> str:
+        """Any rank may join."""
+        return self._inner.why_no_join()
+
+    # -- what outlives it
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """A context that does nothing: all ranks have equal parameters."""
+        return self._inner.averaged()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the wrapped step."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads the state of the wrapped step."""
+        self._inner.load_state_dict(state)
+
+    def consolidate(self, *, keeps: bool) -> None:
+        """Makes the next `state_dict` of the wrapped step that of all ranks, where ``keeps``."""
+        self._inner.consolidate(keeps=keeps)
+
+    def carried_over(self, *, goes_on: bool) -> CarriedOver:
+        """Returns what the wrapped step carries over, and the losses that were told of."""
+        had_residuals = self._losses.had_residuals or self.plan.changes.has_residuals
+        return replace(
+            self._inner.carried_over(goes_on=goes_on), losses=self._losses._replace(had_residuals=had_residuals)
+        )

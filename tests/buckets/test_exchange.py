@@ -190,8 +190,8 @@ def test_it_sees_gradients_alone_and_counts_travel_beside_them():
         optimizer.synchronize()
         names = ["1.bias", "1.weight", "0.bias", "0.weight"]
         shapes = [(2,), (2, 3), (3,), (3, 4)]
-        assert optimizer._reducer.exchange.seen == [(names, 23, shapes, True)]
-        assert optimizer._reducer.exchange.counts == [2]
+        assert optimizer._reducer.step.plan.exchange.seen == [(names, 23, shapes, True)]
+        assert optimizer._reducer.step.plan.exchange.counts == [2]
         # The flags, and five elements for the number of samples of each rank. After them comes the comparison of
         # parameters.
         assert [numel for _, numel in group.engine.calls][:2] == [3 * 4 + 4 + 2 * 5, 23]
@@ -209,9 +209,9 @@ def test_buckets_travel_during_backward():
         # In the first step, gradients wait until the ranks have compared their arguments.
         optimizer._reducer.connect()
         torch.cat(params).sum().backward()
-        after_backward = len(optimizer._reducer.exchange.seen)
+        after_backward = len(optimizer._reducer.step.plan.exchange.seen)
         optimizer.step()
-        return after_backward, len(optimizer._reducer.exchange.seen)
+        return after_backward, len(optimizer._reducer.step.plan.exchange.seen)
 
     assert run_ranks(2, rank) == [(3, 3)] * 2
 
@@ -231,7 +231,7 @@ def test_links_lead_within_hosts_and_across_them():
             (param * (group.rank + 1)).sum().backward()
             optimizer.step()
             optimizer.close()
-            return optimizer._reducer.exchange.ranks[:2], param.tolist()
+            return optimizer._reducer.step.plan.exchange.ranks[:2], param.tolist()
 
         return rank
 
@@ -256,7 +256,7 @@ def test_a_rank_that_has_joined_gives_zeros_and_is_counted_or_not(average):
             param.sum().backward()
             optimizer.step()
         hvd.join(average=average)
-        exchange = optimizer._reducer.exchange
+        exchange = optimizer._reducer.step.plan.exchange
         return next(takes_part for *_, takes_part in exchange.seen), exchange.counts[0], param[0].item()
 
     divisor = {"all": 2, "active": 1}[average]
@@ -326,7 +326,7 @@ def test_what_an_exchange_has_launched_before_it_failed_writes_into_no_later_gra
         param.grad = torch.ones(2)
         with pytest.raises(ArithmeticError, match="in the midst"):
             optimizer.step()
-        optimizer._reducer.exchange.fails = False
+        optimizer._reducer.step.plan.exchange.fails = False
         optimizer.zero_grad()
         (param * 3.0).sum().backward()
         launched[group.rank].fill_(float("nan"))
@@ -379,13 +379,13 @@ def test_an_exchange_that_carries_the_counts_needs_one_collective_for_a_bucket()
         made.append(exchange)
         optimizer = wrap(group, model, lr=0.1, exchange=lambda: exchange)
         train(model, optimizer, group.rank, range(2))
-        before = len(optimizer._reducer._group.engine.calls)
+        before = len(optimizer._reducer.engine.group.engine.calls)
         train(model, optimizer, group.rank, range(2, 3))
-        calls = len(optimizer._reducer._group.engine.calls) - before
+        calls = len(optimizer._reducer.engine.group.engine.calls) - before
         same = make_model()
         train(same, wrap(group, same, lr=0.1, exchange=Looking), group.rank, range(3))
         torch.testing.assert_close(list(model.parameters()), list(same.parameters()), rtol=0, atol=0)
-        return list(model.parameters()), calls, len(optimizer._reducer._layout.buckets)
+        return list(model.parameters()), calls, len(optimizer._reducer.step.plan.layout.buckets)
 
     outcomes = run_ranks(2, rank, counting)
     assert all(calls == buckets for _, calls, buckets in outcomes)

@@ -240,7 +240,7 @@ def test_residuals_are_copied_only_where_a_step_may_be_taken_back(monkeypatch):
         training = Training(group.rank, "int8", process_set=set_of(group))
         for step in range(3):
             training.take_step(step)
-        residuals = training.optimizer._reducer.exchange._residuals
+        residuals = training.optimizer._reducer.step.plan.exchange._residuals
         assert residuals._of
         assert not residuals._copies
         assert not residuals._free

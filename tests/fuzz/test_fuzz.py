@@ -27,6 +27,8 @@ from hvdlite.buckets.bucket import Bucket
 from hvdlite.buckets.gradient_state import GradientState
 from hvdlite.exchanges.builtin_exchanges import AllReduce
 from hvdlite.optim.reducer import Reducer
+from hvdlite.steps.averaged_step import AveragedStep
+from hvdlite.steps.step_state import StepState
 
 # Programs use what hvdlite and torch warn of.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -69,32 +71,32 @@ def loses_what_had_too_few_passes(patch: pytest.MonkeyPatch) -> None:
 
 
 def gives_one_rank_other_bits(patch: pytest.MonkeyPatch) -> None:
-    synchronize = Reducer._synchronize
+    attempt = AveragedStep.attempt
 
-    def synchronize_nearly(self: Reducer, *arguments: Any) -> None:
-        synchronize(self, *arguments)
-        if self._ranks.rank == 1:
-            for state in self._layout.states.values():
+    def attempt_nearly(self: AveragedStep, *arguments: Any) -> None:
+        attempt(self, *arguments)
+        if self.plan.ranks.rank == 1:
+            for state in self.plan.layout.states.values():
                 if state.param.grad is not None and not state.param.grad.is_sparse:
                     state.param.grad.mul_(1 + 4 * torch.finfo(state.param.dtype).eps)
 
-    patch.setattr(Reducer, "_synchronize", synchronize_nearly)
+    patch.setattr(AveragedStep, "attempt", attempt_nearly)
 
 
 def raises_without_words(patch: pytest.MonkeyPatch) -> None:
-    def no_sync(self: Reducer) -> Any:
+    def no_sync(self: StepState) -> Any:
         raise KeyError(self)
 
-    patch.setattr(Reducer, "only_accumulating", no_sync)
+    patch.setattr(StepState, "accumulating", no_sync)
 
 
 def leaves_a_rank_waiting(patch: pytest.MonkeyPatch) -> None:
     synchronize = Reducer.synchronize
 
     def synchronize_alone(self: Reducer, *arguments: Any, **more: Any) -> None:
-        if self._ranks.rank == 1:
+        if self.engine.ranks.rank == 1:
             # No other rank comes to this.
-            self._ranks.all_reduce(torch.zeros(1), "what hangs").wait()
+            self.engine.ranks.all_reduce(torch.zeros(1), "what hangs").wait()
         synchronize(self, *arguments, **more)
 
     patch.setattr(Reducer, "synchronize", synchronize_alone)

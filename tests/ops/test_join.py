@@ -304,15 +304,15 @@ def test_a_join_that_is_over_keeps_no_optimizer_also_where_it_has_failed(monkeyp
         failed.wait()
         # What rank 2 was told before is done by then.
         hvd.barrier()
-        pins = [reducer._pins]
+        pins = [reducer.engine._pins]
         looked.wait()
         for _ in range(2):
             take_steps(param, optimizer, own)
             hvd.join()
-            pins.append(reducer._pins)
+            pins.append(reducer.engine._pins)
             looked.wait()
         optimizer.close()
-        return pins, reducer._group is None
+        return pins, reducer.engine.group is None
 
     assert run_worlds(3, rank) == [([0, 0, 0], True)] * 3
 

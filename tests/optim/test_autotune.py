@@ -251,7 +251,7 @@ def test_parameters_that_are_added_have_the_same_cap_and_nothing_more_is_measure
         group.engine.calls.clear()
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(12 * KIB)) for _ in range(2)]})
         reductions = [name for name, _ in group.engine.calls if name == "allreduce"]
-        return len(reductions), [len(bucket.states) for bucket in optimizer._reducer._layout.buckets]
+        return len(reductions), [len(bucket.states) for bucket in optimizer._reducer.step.plan.layout.buckets]
 
     # A cap of 64 KiB: 48 KiB each.
     assert run_ranks(2, rank, counting) == [(0, [1, 1, 1])] * 2

@@ -448,7 +448,7 @@ def test_what_is_under_way_when_a_step_is_given_up_writes_into_no_later_gradient
         sum(param.sum() for param in params).backward()
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-        engine = optimizer._reducer._group.engine
+        engine = optimizer._reducer.engine.group.engine
         assert len(engine.begun) == 3
         engine.interrupts = False
         optimizer.zero_grad()
@@ -485,7 +485,7 @@ def test_gradients_that_come_at_once_from_two_devices_are_taken_one_after_the_ot
         reducer = optimizer._reducer
         waits, order, other = threading.Event(), [], None
         reducer._lock = TellingLock(reducer._lock, waits)
-        begin_step = reducer._begin_step
+        begin_step = reducer.begin_step
 
         def begin() -> None:
             # While the first thread's gradient is handled, the second thread's comes.
@@ -497,14 +497,14 @@ def test_gradients_that_come_at_once_from_two_devices_are_taken_one_after_the_ot
             begin_step()
 
         def come(name: str, param: nn.Parameter) -> None:
-            reducer._on_gradient(param)
+            reducer.on_gradient(param)
             order.append(name)
 
-        reducer._begin_step = begin
+        reducer.begin_step = begin
         come("first", first)
         other.join(60)
         assert sorted(order) == ["first", "second"]
-        reducer._begin_step = begin_step
+        reducer.begin_step = begin_step
         optimizer.step()
         assert first.tolist() == second.tolist() == [-1.0, -1.0]
 

@@ -191,7 +191,7 @@ def test_a_rank_that_joins_learns_of_an_opening_that_has_failed_before():
     def rank(own: int) -> str:
         optimizer = differing_arguments(own)
         hvd.barrier()
-        assert optimizer._reducer._opening._handle.ended_within(60)
+        assert optimizer._reducer.engine._opening._handle.ended_within(60)
         if own == 1:
             # Not before the other one has failed, since the end of this rank would be an error there, too.
             assert has_failed.wait(60)

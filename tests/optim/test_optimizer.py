@@ -710,14 +710,14 @@ def test_an_optimizer_that_the_collector_finds_is_closed_by_no_thread_of_the_pro
         optimizer = wrap(group, [param])
         reducer = optimizer._reducer
         reducer.connect()
-        own.add(id(reducer._group))
+        own.add(id(reducer.engine.group))
         # The garbage collector runs while closing would wait for the thread.
-        with reducer._pinning:
+        with reducer.engine._pinning:
             del optimizer
-            assert reducer._group is not None
+            assert reducer.engine.group is not None
         backward(param, 1.0)
         deferred_close.wait_until_closed()
-        return reducer._group, len(param._post_accumulate_grad_hooks or {}), param.grad.tolist()
+        return reducer.engine.group, len(param._post_accumulate_grad_hooks or {}), param.grad.tolist()
 
     assert run_ranks(2, rank) == [(None, 0, [1.0, 1.0])] * 2
     assert closing == ["hvdlite-collected"] * 2
@@ -933,9 +933,9 @@ def test_before_the_first_gradient_of_a_step_a_report_counts_no_bucket_as_sent()
         optimizer = wrap(group, model, lr=0.0)
         sent = []
         for _ in range(2):
-            sent.append(optimizer._reducer.progress().sent)
+            sent.append(optimizer._reducer.step.plan.progress().sent)
             model(torch.ones(1, 2)).sum().backward()
-            sent.append(optimizer._reducer.progress().sent)
+            sent.append(optimizer._reducer.step.plan.progress().sent)
             optimizer.step()
             optimizer.zero_grad()
         return sent

@@ -130,7 +130,7 @@ def test_parameters_that_are_replaced_in_every_step_leave_nothing_behind():
             optimizer.step()
             if step in (99, 199) and group.rank == 0:
                 reducer = optimizer._reducer
-                counts.append((len(reducer._added), len(reducer.connected().all.engine._context._seen)))
+                counts.append((len(reducer.step.plan.added), len(reducer.engine.connected().all.engine._context._seen)))
         return params_of(inner)[0][:2].tolist()
 
     assert run_ranks(2, rank, engine="shared memory") == [[-1.5, -1.5]] * 2

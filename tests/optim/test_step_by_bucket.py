@@ -438,7 +438,7 @@ def test_what_is_in_flight_when_a_part_of_the_step_is_interrupted_writes_into_no
         torch.cat(params).sum().backward()
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-        engine = optimizer._reducer._group.engine
+        engine = optimizer._reducer.engine.group.engine
         late = engine.under_way[1:]
         assert late
         engine.holds = own.interrupts = False

@@ -1,6 +1,6 @@
 """All orders in which three ranks may be lost within their steps: the others always agree on what became of each step.
 
-The model is of `Reducer._complete` and `hvd.init`; what the ranks conclude is the real `Survival`'s.
+The model is of `SurvivingStep.finish` and `hvd.init`; what the ranks conclude is the real `Survival`'s.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def layout_of(params, ranks):
         scale_of=lambda dtype: 1.0,
         densify=False,
         memory=lambda numel, dtype, device: torch.zeros(numel, dtype=dtype, device=device),
-        stays=False,
+        staying=None,
         aligned=False,
         weights=Weights(ranks),
     )

@@ -1032,7 +1032,7 @@ def test_a_load_has_the_program_wait_for_a_stream_that_still_averages(is_empty, 
         optimizer = wrap(group, model, STREAMING)
         train(optimizer, model, group.rank, 0, 2)
         state = optimizer.state_dict()
-        (launch,) = optimizer._reducer.outer._in_flight
+        (launch,) = optimizer._reducer.step.outer._in_flight
         stream = object.__new__(outer_steps._OnStream)
         launch._works.append(stream)
         if is_empty:

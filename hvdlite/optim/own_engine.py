@@ -1,0 +1,274 @@
+"""
+`OwnEngine`: an optimizer's own engine between the ranks of one world, opened at first use.
+
+    constructor ── take_number ── first step: connect ── `Opening`: all ranks compare models and arguments ── links
+    close ── or, while ranks have joined and take part in last steps: unpin ── the engine is given back
+
+The `Reducer` makes one for each world, and is its `EngineUser`. The registry of reducers knows the optimizer by this.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+from .. import forks
+from ..buckets.exchange import Links
+from ..buckets.parameter_check import ParameterCheck
+from ..buckets.plan import Description
+from ..buckets.settings import Settings
+from ..buckets.step_trace import StepTrace
+from ..comm.group import Group
+from ..control.generation import Generation
+from ..control.operation import OPTIMIZER
+from ..control.reducer_registry import Progress
+from ..environment import CheckParameters
+from ..errors import GradientError, NotInitializedError
+from ..ops.base import compare
+from ..outside_graphs import keep_outside_graphs
+from ..runtime.survival import Survival
+from ..steps.step import Step
+from ..steps.step_state import StepState
+from ..steps.step_world import StepWorld
+from .opening import EnginePlan, Opening, Submit, raise_difference
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The ranks that gradients are averaged over, and the settings, while the world's group is open.
+
+    ``check_parameters`` is as in `parameter_check.ParameterCheck`. ``world`` is the group of all ranks, and ``submit``
+    the method of the world's controller. Both are None if there is no world. ``survival`` is the world's, and None
+    unless a step goes on where a rank is lost.
+    """
+
+    group: Group
+    generation: Generation
+    settings: Settings
+    check_parameters: CheckParameters = False
+    world: Group | None = None
+    submit: Submit | None = None
+    survival: Survival | None = None
+
+
+class EngineUser(Protocol):
+    """A reducer, as its engine and the ranks that join use it."""
+
+    @property
+    def step(self) -> Step:
+        """The step of the current world."""
+
+    def engine_plan(self) -> EnginePlan:
+        """Returns what is to be done with the engine when it opens."""
+
+    def opened(self, cap_bytes: int | None) -> None:
+        """Called when the engine is open, with autotune's choice."""
+
+    def sit_out(self, average_of_active: bool) -> bool:
+        """Takes part in one step of the other ranks without gradients. Returns False if all ranks sat out."""
+
+
+class OwnEngine:
+    """The engine of one optimizer in one world, and the optimizer's number among those of the same ranks."""
+
+    def __init__(self, connection: Connection, user: EngineUser, earlier: OwnEngine | None) -> None:
+        """``earlier`` is that of the world before."""
+        self.ranks = connection.group
+        self.links: Links | None = None
+        """The links to the other ranks, once they are open."""
+        self.number: int | None = None
+        """The optimizer's number, once it has taken one. It keeps the number in a later world if that is free."""
+        self.is_closed = False
+        """Whether no step uses gradients any more. Read for each gradient."""
+        self._world = connection.world
+        self._submit = connection.submit
+        self._registry = connection.generation.reducers
+        self._user = user
+        self._uncompared: list[Description] = []
+        self._opening: Opening | None = None
+        self._group: Group | None = None
+        self._spoilt_by: str | None = None
+        # The number of `pin` calls without `unpin`. Finalizers must not take the lock: they call `abandon` instead.
+        self._pins = 0
+        self._pinning = threading.Lock()
+        # What this process is, in words, if it is a forked child, whose parent has the optimizer.
+        self._copied_to = ""
+        if earlier is not None:
+            self.number, self._copied_to = earlier.number, earlier._copied_to
+            # A collective that never ends spoils the steps of its own world.
+            self.is_closed = earlier.is_closed and earlier._spoilt_by is None
+
+    @property
+    def group(self) -> Group | None:
+        """The ranks with the optimizer's own engine, while it is open."""
+        return self._group
+
+    @property
+    def is_world_closed(self) -> bool:
+        """Whether the world has been shut down."""
+        return self._world is not None and self._world.is_closed
+
+    @property
+    def links_for_backward(self) -> Links | None:
+        """The links while something may be sent in backward: None before they are open.
+
+        The ranks compare parameters that were added or have left in the step, before anything is sent.
+        """
+        return None if self._uncompared else self.links
+
+    # -- opening
+
+    def compare_later(self, description: Description) -> None:
+        """Has the ranks compare this at the next `connect`."""
+        self._uncompared.append(description)
+
+    def only_one_thread(self) -> AbstractContextManager[None]:
+        """A context that raises RuntimeError if two threads construct optimizers for these ranks at once."""
+        return self._registry.only_one_thread(self.ranks, OPTIMIZER.name)
+
+    def take_number(self) -> None:
+        """Takes a number among the optimizers of these ranks. Every rank must call it; it does not wait for them."""
+        self.number = self._registry.take_number(self.ranks, self.number)
+        description, plan = self._uncompared.pop(0), self._user.engine_plan()
+        self._opening = Opening(self.ranks, self._registry, self.number, self, self._submit, description, plan)
+        self._registry.open_later(self._opening)
+
+    def taken_number(self) -> int:
+        """Returns the optimizer's number in this world, which it takes now if it has none."""
+        if self._opening is None:
+            self.take_number()
+        assert self.number is not None, "it has just been taken"
+        return self.number
+
+    def connect(self) -> Group:
+        """Returns the ranks with the optimizer's own engine. The first call opens it and compares the models.
+
+        Every rank must call it; the first step does. Raises MismatchError on every rank if the ranks have different
+        parameters or arguments.
+        """
+        if self._group is None:
+            self.ranks.require_open("averaging gradients")
+        if self._opening is None:
+            self.take_number()
+        self._registry.open_all()
+        if self._group is None:
+            assert self._opening is not None, "it has a number"
+            opened = self._opening.wait()
+            self._group, self.links = opened.group, opened.links
+            self._user.opened(opened.cap_bytes)
+        if self._uncompared:
+            # As one, since ranks may have found the changes at other points.
+            description = list(chain.from_iterable(self._uncompared))
+            self._uncompared.clear()
+            what = "comparing the models, since optimizer.param_groups has changed"
+            raise_difference(self.ranks, compare(self.ranks, description, what))
+        return self._group
+
+    def connected(self) -> Links:
+        """Returns the links to the other ranks. The first call opens them: see `connect`."""
+        self.connect()
+        assert self.links is not None, "they have met"
+        return self.links
+
+    # -- closing
+
+    def close(self) -> None:
+        """Closes the engine, without waiting. A pinned one stays open, for the last steps of ranks that have joined."""
+        self.is_closed = True
+        self._give_back()
+
+    def spoil(self, why: str) -> None:
+        """Makes every later step raise an error with ``why``, since a collective on the engine will never end."""
+        self._spoilt_by = why
+        self.is_closed = True
+
+    def pin(self) -> bool:
+        """Keeps the engine open until `unpin`, even after `close`. Returns False if it is closed already."""
+        with self._pinning:
+            if self.is_closed and not self._pins:
+                return False
+            self._pins += 1
+            return True
+
+    def unpin(self) -> None:
+        """Undoes one `pin`."""
+        with self._pinning:
+            self._pins -= 1
+        self._give_back()
+
+    def _give_back(self) -> None:
+        with self._pinning:
+            # With a collective running on it, the engine stays open until the group is closed.
+            if not self.is_closed or self._pins or (self._user.step.is_sending and self._group is not None):
+                return
+            opening, self._group = self._opening, None
+        if opening is not None:
+            opening.close()
+
+    def leave_to_parent(self) -> None:
+        """Gives up the engine in a forked child, which waits for no collective of the parent's."""
+        self._copied_to = forks.description()
+        # For a hook that autograd is about to call, where a hook of the program has forked.
+        self.is_closed = True
+        self._opening = self._group = None
+        self._pinning = threading.Lock()
+
+    # -- who may use it
+
+    def require_own(self, what: str) -> None:
+        """Raises a NotInitializedError in a forked child, which names ``what``."""
+        if self._copied_to:
+            raise NotInitializedError(
+                f"{what}: {self._copied_to}: call it in the rank's own process, or train a copy of the model with an "
+                "optimizer that is not wrapped"
+            )
+
+    def require_usable(self) -> None:
+        """Raises GradientError if the optimizer was closed, or can take no more steps."""
+        self.require_own("averaging gradients")
+        if self._spoilt_by is not None:
+            raise GradientError(f"this DistributedOptimizer can take no more steps: {self._spoilt_by}")
+        if self.is_closed:
+            raise GradientError(
+                "this DistributedOptimizer no longer averages gradients: it was closed, or a newer one has the same "
+                "parameters. Use the newer one, or the original optimizer"
+            )
+
+    # -- for ranks that join
+
+    def progress(self) -> Progress:
+        """Returns how far the current step is; see `control.reducer_registry.Progress`. Any thread may call it."""
+        return self._user.step.plan.progress()
+
+    def sit_out(self, average_of_active: bool) -> bool:
+        """Takes part in one step of the other ranks without gradients. Returns False if all ranks sat out."""
+        return self._user.sit_out(average_of_active)
+
+    def why_no_join(self) -> str:
+        """Says why no rank of this optimizer may join, as the message of an error; empty if they may."""
+        return self._user.step.why_no_join()
+
+
+def step_world(connection: Connection, engine: OwnEngine, state: StepState, worlds: int) -> StepWorld:
+    """Returns what a step works with among the connection's ranks. ``worlds`` counts those that came before."""
+    group, generation, survival = connection.group, connection.generation, connection.survival
+    # Then all ranks finish that step first, and their parameters are equal only after it.
+    is_in_step = worlds > 0 and survival is not None and survival.all_are_in_step
+    return StepWorld(
+        connection.settings,
+        group,
+        engine,
+        StepTrace(generation.recorder),
+        ParameterCheck(group, connection.check_parameters, spares_first=is_in_step),
+        generation.watch.clock,
+        generation.reducers,
+        state,
+        compares=connection.check_parameters is not False,
+        worlds=worlds,
+    )
+
+
+keep_outside_graphs(globals())

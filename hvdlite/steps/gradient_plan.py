@@ -1,0 +1,171 @@
+"""
+`GradientPlan`: where an optimizer's gradients lie in one world, and what combines them.
+
+    parameters ── add ── layout: buckets ── queue: launches them ── exchange: combines them
+                                         └─ sparse: gathers the rows of sparse gradients
+
+    first step ── links open ── settle: buckets of autotune's cap, in the engine's memory
+
+Each kind of step has one. `averaged_step` sends what is planned here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..buckets.exchange import Exchange, TakesBackSteps
+from ..buckets.flags import RankAndSize
+from ..buckets.gradient_state import Home
+from ..buckets.in_flight import BucketQueue
+from ..buckets.layout import Layout
+from ..buckets.plan import BucketPlan, Description
+from ..buckets.weights import Weights
+from ..comm.engine import Engine, HasMemory
+from ..control.reducer_registry import Progress
+from ..exchanges.sparse_gather import SparseParameters
+from .step_state import Phase
+from .step_world import Added, Buffers, CarriedOver, StepWorld
+
+
+class GradientPlan:
+    """The buckets of an optimizer's gradients in one world, and their exchange."""
+
+    def __init__(
+        self, world: StepWorld, exchange: Exchange, ranks: RankAndSize, carried: CarriedOver, staying: Home | None
+    ) -> None:
+        """``ranks`` average gradients. ``staying`` is the home of all gradients if there are no buckets."""
+        self.exchange = exchange
+        self.changes = ExchangeChanges(exchange)
+        self.ranks = ranks
+        self.cap_bytes = world.settings.cap_bytes
+        self.added: list[Added] = []
+        self.weights = Weights(ranks)
+        if carried.weights is not None:
+            self.weights.state = carried.weights
+        self._world = world
+        self._staying = staying
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Creates an empty layout, and the objects that work on it."""
+        settings, size = self._world.settings, self.ranks.size
+        self.layout = Layout(
+            ranks=self.ranks,
+            cap_bytes=self.cap_bytes,
+            scale_of=lambda dtype: self.exchange.scale_before(dtype, size),
+            densify=settings.sparse_as_dense,
+            memory=self._take_memory,
+            staying=self._staying,
+            aligned=self.exchange.aligned,
+            weights=self.weights,
+        )
+        self.queue = BucketQueue(self.exchange, self._world.trace, self._world.check, size)
+        self.sparse = SparseParameters(settings, self.layout, size)
+
+    def add(self, added: Added) -> tuple[Description, Sequence[BucketPlan]]:
+        """Plans buckets for more parameters, behind the existing ones; see `Layout.add`."""
+        self.added.append(added)
+        return self.layout.add(added.params, added.groups, added.trainable)
+
+    def drop(self, names: Collection[str]) -> list[BucketPlan]:
+        """Lets go of parameters, between two steps. Returns the plans of all buckets, which are made anew."""
+        self.added = [left for added in self.added if (left := added.without(names)).params]
+        return self.lay_out_again()
+
+    def lay_out_again(self) -> list[BucketPlan]:
+        """Plans the buckets of all parameters anew, and returns the plans. Gradients move there in the next step."""
+        self._lay_out()
+        plans: list[BucketPlan] = []
+        for added in self.added:
+            plans += self.layout.add(added.params, added.groups, added.trainable)[1]
+        return plans
+
+    def settle(self) -> None:
+        """Replans the buckets with autotune's cap, or moves them to the engine's memory, once the engine is open.
+
+        Call it only between steps.
+        """
+        links = self._world.engine.links
+        if self.layout.cap_bytes != self.cap_bytes:
+            self.lay_out_again()
+        elif links is not None and isinstance(engine := links.all.engine, HasMemory):
+            for bucket in self.layout.buckets:
+                if bucket.flat is not None and not engine.holds(bucket.flat):
+                    bucket.renew()
+
+    def take_over(self, buffers: Buffers, engine: Engine) -> None:
+        """Uses buffers of an earlier world, if the engine of this one still holds them: see `shm.kept_memory`."""
+        if isinstance(engine, HasMemory):
+            self.layout.take_over(buffers, engine.holds)
+
+    def progress(self) -> Progress:
+        """Returns how far the current step is; see `control.reducer_registry.Progress`. Any thread may call it."""
+        # Read while other threads may change it: a report may be a gradient late.
+        trace, phase, waiting = self._world.trace, self._world.state.phase, self.queue.not_sent()
+        buckets = sum(not bucket.asleep for bucket in self.layout.buckets)
+        if phase is Phase.IDLE:
+            # Those of the step before have all been sent.
+            return Progress(trace.optimizer, trace.step, phase.value, buckets, 0, ())
+        missing = () if not waiting else tuple(waiting[0].missing_names())
+        return Progress(trace.optimizer, trace.step, phase.value, buckets, buckets - len(waiting), missing)
+
+    @property
+    def has_passes(self) -> bool:
+        """Whether gradients of backward passes outside of `StepState.accumulating` are not averaged yet."""
+        states = self.layout.states.values()
+        return self._world.state.is_in_step and any(state.passes or state.ready for state in states)
+
+    def drop_gradients(self) -> None:
+        """Sets all gradients to None, and frees the buckets' memory until the next gradient."""
+        self.layout.drop_gradients()
+        for bucket in self.layout.buckets:
+            bucket.drop(())
+
+    def _take_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # From the engine: if that has shared memory, gradients in it are summed without a copy. In the first step the
+        # engine is not open yet.
+        links = self._world.engine.links
+        if links is None:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return links.all.zeros(numel, dtype, device)
+
+
+class ExchangeChanges:
+    """What a step changes in the state of its exchange, which can be taken back. Does nothing for one without."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._steps = exchange if isinstance(exchange, TakesBackSteps) else None
+
+    @property
+    def has_residuals(self) -> bool:
+        """Whether ranks have kept something of their gradients that was not sent yet."""
+        return self._steps is not None and self._steps.has_residuals
+
+    def begin(self, *, may_be_taken_back: bool) -> None:
+        """Begins a step. If its changes ``may_be_taken_back``, the state before them is kept until `end`."""
+        if may_be_taken_back and self._steps is not None:
+            self._steps.begin_step()
+
+    def end(self) -> None:
+        """Makes the changes of the step final, unless they were taken back."""
+        if self._steps is not None:
+            self._steps.end_step()
+
+    def take_back(self) -> None:
+        """Gives the exchange the state before the step."""
+        if self._steps is not None:
+            self._steps.take_step_back()
+
+    def state(self) -> dict[str, Any]:
+        """Returns the exchange's state, which `take_back` changes; empty if steps do not change it."""
+        return {} if self._steps is None else self._exchange.state_dict()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Loads what `state` has returned in another world."""
+        if self._steps is not None:
+            self._exchange.load_state_dict(state)

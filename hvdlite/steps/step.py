@@ -1,0 +1,152 @@
+"""
+`Step`: what happens to an optimizer's gradients from backward to the end of its own step, in one world.
+
+    backward ── begin ── launch, where a bucket is full ──┐
+    step     ── finish: the averages are in param.grad ───┴── stepping: around the optimizer's own step
+
+    averaged_step    averages the gradients               outer_step      wraps it: averages parameters between hosts
+    adasum_step      combines what own steps change       surviving_step  wraps it: is finished though ranks are lost
+
+The `Reducer` has one, which `step_choice` makes for the settings and the ranks of a world. A new world makes a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from ..buckets.exchange import Links
+from ..buckets.plan import Description
+from ..comm.group import Group
+from .gradient_plan import GradientPlan
+from .kept_gradients import KeptGradients
+from .step_world import Added, Buffers, CarriedOver, StepWorld
+
+# Called with parameters whose averages have arrived.
+Arrived = Callable[[list[Tensor]], None]
+
+
+class Step(Protocol):
+    """The steps of one optimizer in one world. All ranks must call `finish`, `drop` and `stepping` equally often."""
+
+    steps_first: ClassVar[bool]
+    """Whether each rank steps with its own gradients, and the changes are combined afterwards (Adasum).
+
+    Then a step does not begin in backward: `begin`, `launch`, `finish` and `drop` are not called.
+    """
+
+    plan: GradientPlan
+    """Where the gradients are."""
+
+    kept: KeptGradients | None
+    """Has complete gradients, before a bucket takes them. None: they are not kept, since no step is averaged again."""
+
+    # -- parameters
+
+    def add(self, added: Added) -> Description:
+        """Adds parameters, behind the existing ones. Returns what the ranks compare of them."""
+
+    def drop_params(self, names: Collection[str]) -> None:
+        """Lets go of parameters, between two steps. Raises GradientError if this kind of step cannot."""
+
+    # -- the engine
+
+    @property
+    def open_links(self) -> Callable[[Group], Links]:
+        """A function that opens the links of the exchange over a new engine. It refers to no parameter."""
+
+    def opened(self, cap_bytes: int | None) -> None:
+        """Uses the engine, which is open now. ``cap_bytes`` is autotune's choice, or None."""
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether collectives may be running."""
+
+    # -- in the order of a step
+
+    def begin(self) -> None:
+        """Begins a step, before its first gradient is taken."""
+
+    def launch(self) -> None:
+        """Sends full buckets during backward."""
+
+    def spoil(self) -> None:
+        """Gives up the step's averages. It must still be finished together with the other ranks."""
+
+    def finish(self, update: Arrived | None, arrived: Arrived | None) -> None:
+        """Waits for all ranks, and leaves the averages in ``param.grad``; see `Reducer.synchronize`."""
+
+    def drop(self) -> None:
+        """Finishes the step on all ranks, and drops its averages."""
+
+    def leave(self) -> None:
+        """Ends the step, of which nothing is averaged, or gives it up."""
+
+    def leave_world(self) -> None:
+        """Gives up the step, since its world has been shut down."""
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another optimizer has gone on in a new world since the step began."""
+
+    def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
+        """Returns whether the ranks may step; see `Reducer.agree_to_step`."""
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """A context around the optimizer's own step."""
+
+    def sit_out(self, average_of_active: bool) -> bool:
+        """Takes part in a step of the other ranks, which has begun. Returns False if all ranks sat out.
+
+        Complete gradients are averaged in it. ``average_of_active``: otherwise this rank does not count in the divisor.
+        """
+
+    def why_no_join(self) -> str:
+        """Says why no rank of this optimizer may join, as the message of an error; empty if they may."""
+
+    # -- what outlives it
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """A context in which the parameters are those that all hosts share."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this rank's part of the state beside that of the exchange."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` returned, or begins anew if it is empty."""
+
+    def consolidate(self, *, keeps: bool) -> None:
+        """Makes the next `state_dict` that of all ranks, where ``keeps``. Every rank must call it; it waits for all."""
+
+    def carried_over(self, *, goes_on: bool) -> CarriedOver:
+        """Returns what the step of the next world takes over.
+
+        ``goes_on``: that has those of these ranks that are left, and no others.
+        """
+
+
+class Owner(Protocol):
+    """The `Reducer`, as a step uses it that goes on in another world."""
+
+    @property
+    def step(self) -> Step:
+        """The step of the current world."""
+
+    def begin_step(self) -> None:
+        """Begins a step in the current world."""
+
+    def follow_world(self, buffers: Buffers = ()) -> None:
+        """Makes a step for the world that there is now, if the old one has been shut down."""
+
+
+def refuse_state(world: StepWorld, state: Mapping[str, Any]) -> None:
+    """Raises ValueError for a state of outer steps where there are none, unless hosts have been lost since."""
+    if state and world.worlds == 0:
+        reason = "all ranks are on one host" if world.settings.outer is not None else "the optimizer has no outer="
+        raise ValueError(
+            f"the checkpoint has the state of outer={state['outer']}, and {reason}: make the optimizer as it was, "
+            "or delete the key 'outer' of state_dict()['hvdlite'] on every rank"
+        )
