@@ -31,8 +31,9 @@ from .step_world import Added, CarriedOver, StepWorld
 
 
 class AdasumStep:
-    """Steps in which each rank uses its own gradients. If parameters are equal on all ranks before the first step,
-    they stay equal.
+    """Steps in which each rank uses its own gradients.
+
+    If parameters are equal on all ranks before the first step, they stay equal.
     """
 
     steps_first: ClassVar[bool] = True
@@ -71,22 +72,22 @@ class AdasumStep:
         """Deltas are sent and waited for in `stepping`, so nothing is on its way otherwise."""
         return False
 
-    # -- what is done with gradients: nothing
+    # -- gradients
 
     def begin(self) -> None:
-        """Is not called: a step begins with the optimizer's own."""
+        """Does nothing: the step begins with the optimizer's own."""
 
     def launch(self) -> None:
-        """Is not called: no bucket takes gradients."""
+        """Does nothing: gradients stay this rank's own."""
 
     def spoil(self) -> None:
-        """Is not called: passes that are too many are an error at once."""
+        """Does nothing: a pass too many is an error at once."""
 
     def finish(self, update: Arrived | None, arrived: Arrived | None) -> None:
-        """Is not called: gradients stay this rank's own."""
+        """Does nothing: gradients stay this rank's own."""
 
     def drop(self) -> None:
-        """Is not called: no gradient is sent."""
+        """Does nothing: nothing has been sent."""
 
     def leave(self) -> None:
         """Forgets the passes of the step."""

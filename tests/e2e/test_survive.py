@@ -49,8 +49,12 @@ def made(seed=0):
 
 
 class Points:
-    # Also where --chaos can have faults.
+    # Also where --chaos has faults.
+    chaos = faults._armed
+
     def pass_point(self, name):
+        if self.chaos is not None:
+            self.chaos.pass_point(name)
         maybe_die({"synchronize": "reduce"}.get(name, name))
 
 
