@@ -51,7 +51,7 @@ class Reporter:
             return connection.recv(1 << 16)
 
     def close(self) -> None:
-        self.reporter._listener.shutdown(socket.SHUT_RDWR)
+        self.reporter.leave_to_parent()
 
 
 @pytest.fixture(autouse=True)
