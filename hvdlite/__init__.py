@@ -10,7 +10,7 @@ hvdlite trains a PyTorch model on several ranks: it averages the gradients of an
 This module re-exports the public names of the packages below. Packages and modules import only what stands before
 them, and within a package its own docstring has the order:
 
-    errors < forks < values < files < faults < signing < ignored < environment < log < outside_graphs < rendezvous
+    errors < forks < values < faults < signing < ignored < environment < log < outside_graphs < rendezvous
            < comm < shm < control < timeline < compression < runtime < ops < buckets < exchanges < steps < optim
            < elastic < round_trips < signal_saver < chaos < lightning < ray < worker
 

@@ -20,11 +20,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from hvdlite_wire.addresses import LOOPBACK
+
 from ..comm.gloo import InitTimeout
 from ..comm.group import Group
 from ..environment import Environment, launcher_variable
 from ..errors import CommunicationError
-from ..rendezvous.host_address import LOOPBACK, address_for_others, no_connection_between
+from ..rendezvous.host_address import address_for_others, no_connection_between
 from ..signing import Signer
 from .control_client import ControlClient
 from .controller import Controller

@@ -27,7 +27,7 @@ def listening(state: State) -> Iterator[None]:
     Does nothing unless this process is a worker of an elastic job.
     """
     world = current_world()
-    if world.seat is None:
+    if world.assignment is None:
         yield
         return
     listener = _listen(state)
@@ -55,7 +55,7 @@ def listening(state: State) -> Iterator[None]:
 
 def _listen(state: State) -> KeyListener:
     world = current_world()
-    assert world.seat is not None, "it is an elastic job"
+    assert world.assignment is not None, "it is an elastic job"
 
     def tell(value: bytes) -> None:
         news = json.loads(value)
@@ -66,7 +66,7 @@ def _listen(state: State) -> KeyListener:
     return KeyListener(
         StoreClient.from_url(launcher_variable("STORE", os.environ)),
         # The other ranks wait for a key that is never set, until it is revoked.
-        f"{world.seat.prefix}/{'hosts' if world.topology.rank == 0 else 'end'}",
+        f"{world.assignment.prefix}/{'hosts' if world.topology.rank == 0 else 'end'}",
         tell,
-        partial(revoke, world.seat.generation),
+        partial(revoke, world.assignment.generation),
     )

@@ -97,8 +97,8 @@ def run_fn(func: Callable[..., Result], reset: Callable[[], None]) -> Callable[.
             except HostsUpdatedInterrupt as interrupt:
                 log.info("elastic: %s", interrupt)
                 state._is_in_commit = False
-                if (seat := current_world().seat) is not None:
-                    state._note_kept(seat.generation)
+                if (assignment := current_world().assignment) is not None:
+                    state._note_kept(assignment.generation)
                 needs_sync = not interrupt.skip_sync
             reset()
             is_reset = True
@@ -121,7 +121,7 @@ class _Failures:
     def are_too_many(self, state: State) -> bool:
         """Counts one more failure; true if it is the third of the same ranks from the same commit on."""
         world = current_world()
-        has_newcomers = world.seat is not None and world.seat.newcomers > 0
+        has_newcomers = world.assignment is not None and world.assignment.newcomers > 0
         if has_newcomers or world.topology.size != self._members or state._commits != self._commits:
             self._count = 0
         self._members, self._commits = world.topology.size, state._commits
@@ -132,7 +132,7 @@ class _Failures:
 def _is_recoverable(error: HvdliteError) -> bool:
     # Programs raise Horovod's HorovodInternalError themselves, which is this very class.
     is_of_a_lost_rank = isinstance(error, CommunicationError) or type(error) is HvdliteError
-    return is_of_a_lost_rank and is_initialized() and current_world().seat is not None
+    return is_of_a_lost_rank and is_initialized() and current_world().assignment is not None
 
 
 def _must_sync(needs_sync: bool) -> bool:
@@ -142,7 +142,7 @@ def _must_sync(needs_sync: bool) -> bool:
     If only rank 0 has none, it raises that error, and the others one after which they go on without rank 0.
     """
     world = current_world()
-    if world.seat is None:
+    if world.assignment is None:
         return needs_sync
     is_first = world.topology.rank == 0
     own = torch.tensor([needs_sync, has_state(), has_state() and is_first], dtype=torch.int64, device="cpu")

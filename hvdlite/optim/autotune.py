@@ -31,9 +31,9 @@ from itertools import accumulate, combinations
 from typing import Any, NamedTuple
 
 import torch
+from hvdlite_wire import safe_paths
 from torch import Tensor
 
-from .. import files
 from ..buckets.exchange import Gradients, Links
 from ..buckets.flags import ParticipantCount
 from ..buckets.plan import BucketPlan, ParamSpec, plan_buckets
@@ -120,7 +120,7 @@ def tuned_cap(
         report = _conclude(group, settings, specs, groups, measured)
         try:
             if path is not None:
-                files.append(path, json.dumps(report) + "\n")
+                safe_paths.append(path, json.dumps(report) + "\n")
             chosen = report["cap_bytes"], None
         except OSError as error:
             chosen = 0, f"the log of autotune cannot be written on {group.describe_rank(0)}: {error}"

@@ -13,7 +13,8 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-from ..rendezvous.store_client import StoreRequest
+from hvdlite_wire.store_requests import StoreRequest
+
 from .ray_package import import_ray
 
 _ray = import_ray("ray")

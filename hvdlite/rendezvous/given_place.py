@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from hvdlite_wire.store_requests import StoreRequest
+
 from .placement import Placement
-from .store_client import StoreRequest
 
 
 class StoreConnection(Protocol):

@@ -1,33 +1,21 @@
 """
-Finds the address by which other hosts reach this host, and the network interface that has it.
+Finds the address by which other hosts reach this host, and says why a connection to one could not be made.
 
-It asks the kernel's routing table and sends nothing to other hosts. `pmi_rendezvous`, `runtime`, `control.connect`
-and `round_trips` call it. Interface names are not compared between hosts.
+It sends nothing to other hosts. `pmi_rendezvous`, `runtime`, `control.connect` and `round_trips` call it.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import ipaddress
 import os
 import re
 import socket
-import struct
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from pathlib import Path
+
+from hvdlite_wire.addresses import DISCARD_PORT, ELSEWHERE, addresses_towards, interfaces
 
 from ..errors import list_names
-
-LOOPBACK = "127.0.0.1"
-
-_DISCARD = 9  # a port at which usually nothing listens
-
-# Addresses that are never in use (RFC 5737, RFC 3849): the route to them is the default route.
-ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 # How the system and gloo word a TCP connection that was not made.
 _NO_CONNECTION = re.compile(
@@ -47,15 +35,7 @@ def own_address(towards: Iterable[str]) -> str | None:
 
     Addresses that other hosts cannot use (loopback, link-local) are skipped. None if no address is left.
     """
-    for target in towards:
-        with suppress(OSError):
-            for family, kind, protocol, _, address in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
-                with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                    probe.connect(address)  # on a UDP socket this only chooses the route, and sends nothing
-                    own = str(probe.getsockname()[0])
-                    if _is_reachable(own):
-                        return own
-    return None
+    return next((own for target in towards for own in addresses_towards(target) if _is_reachable(own)), None)
 
 
 def address_for_others(hosts: Iterable[str] = ()) -> str:
@@ -85,7 +65,7 @@ def _has_route(address: str) -> bool:
     """Whether the kernel begins to connect to an address; without a route it refuses at once."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.setblocking(False)
-        return probe.connect_ex((address, _DISCARD)) not in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+        return probe.connect_ex((address, DISCARD_PORT)) not in (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 def no_connection_between(hosts: Sequence[str], own: str, error: object) -> str | None:
@@ -108,35 +88,10 @@ def no_connection_between(hosts: Sequence[str], own: str, error: object) -> str 
 
 def address_of(interface: str) -> str | None:
     """Returns the first address of an interface that is not link-local; None if it has none."""
-    found = ((name, own) for find in (_interfaces_v4, _interfaces_v6) for name, own in find())
-    return next((str(own) for name, own in found if name == interface and not own.is_link_local), None)
-
-
-def interface_of(address: str) -> str | None:
-    """Returns the name of the interface that has this address; None if there is none.
-
-    IPv4 looks only at the first address of each interface.
-    """
-    wanted = ipaddress.ip_address(address)
-    find = _interfaces_v4 if wanted.version == 4 else _interfaces_v6
-    return next((name for name, own in find() if own == wanted), None)
+    own = interfaces().get(interface, [])
+    return next((address for address in own if not ipaddress.ip_address(address).is_link_local), None)
 
 
 def _is_reachable(address: str) -> bool:
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified)
-
-
-def _interfaces_v4() -> Iterable[tuple[str, ipaddress.IPv4Address]]:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # this interface has no address
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                yield name, ipaddress.IPv4Address(answer[20:24])
-
-
-def _interfaces_v6() -> Iterable[tuple[str, ipaddress.IPv6Address]]:
-    with suppress(OSError):  # a system without IPv6
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, *_, name = line.split()
-            yield name, ipaddress.IPv6Address(int(digits, 16))

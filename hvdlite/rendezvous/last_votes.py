@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .store_client import StoreClient, StoreRequest
+from hvdlite_wire.store_requests import StoreRequest
+
+from .store_client import StoreClient
 
 _ENDED = b"survive/ended"
 

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
+from hvdlite_wire.store_requests import StoreRequest
 from torch._C._distributed_c10d import Store
 
 from .given_place import StoreConnection
-from .store_client import StoreRequest
 
 # Keeps all instances alive: C++ holds only the C++ part of an instance, and fails once Python has collected the
 # Python part with the methods. A process makes one for each store, see `process_state`.

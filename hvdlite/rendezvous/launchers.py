@@ -17,9 +17,10 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from hvdlite_wire.assignments import RankAssignment
+
 from ..errors import LaunchEnvironmentError
 from .placement import Placement
-from .seat import Seat
 
 OPENMPI = "OpenMPI's mpirun"
 MPICH = "MPICH's mpirun"
@@ -90,7 +91,7 @@ OURS = Launcher(
 ELASTIC = Launcher(
     "hvdlite-run",
     signs=("HVDLITE_ELASTIC", "HVDLITE_WORKER"),
-    # These two are not in the environment: `read_placement` takes them from the seat.
+    # These two are not in the environment: `read_placement` takes them from the assignment.
     rank="HVDLITE_RANK",
     size="HVDLITE_SIZE",
     # The slot on the host, which may be beyond the ranks that there are on it now.
@@ -193,21 +194,21 @@ def read_elastic_worker(environ: Mapping[str, str]) -> ElasticWorker | None:
     return ElasticWorker(read.number(ELASTIC.worker), read.text(ELASTIC.store))
 
 
-def read_placement(environ: Mapping[str, str], seat: Seat | None = None) -> Placement | None:
+def read_placement(environ: Mapping[str, str], assignment: RankAssignment | None = None) -> Placement | None:
     """Returns this process's placement from its launcher's variables; None for a single process.
 
-    ``seat`` is that of a worker of an elastic job, whose variables have no rank. Raises a LaunchEnvironmentError if the
-    variables are incomplete or contradict each other.
+    ``assignment`` is that of a worker of an elastic job, whose variables have no rank. Raises a LaunchEnvironmentError
+    if the variables are incomplete or contradict each other.
     """
     launcher = _find_launcher(environ)
     if launcher is None:
         return None
     if launcher is ELASTIC:
-        if seat is None:
+        if assignment is None:
             raise LaunchEnvironmentError(
                 "in an elastic job (hvdlite-run --min-np) a worker has no rank before hvd.init(): call it first"
             )
-        environ = {**environ, ELASTIC.rank: str(seat.rank), ELASTIC.size: str(seat.size)}
+        environ = {**environ, ELASTIC.rank: str(assignment.rank), ELASTIC.size: str(assignment.size)}
     if launcher is TORCHRUN:
         _refuse_ranks_of_nodes(environ)
     placement = _read_placement_of(launcher, environ)

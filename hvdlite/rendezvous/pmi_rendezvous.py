@@ -27,10 +27,11 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from hvdlite_wire.addresses import ELSEWHERE, LOOPBACK, interface_with
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..errors import LaunchEnvironmentError
-from .host_address import ELSEWHERE, LOOPBACK, interface_of, own_address
+from .host_address import own_address
 from .launchers import Launcher, launcher_named
 from .local_exchange import ask_local_rank_0, give_to_local_ranks
 from .placement import Placement
@@ -73,7 +74,7 @@ def rendezvous_by_pmi(
         store, own = _store_of_job(placement, launcher, environ, process, timeout)
     else:
         store, own, secret = _store_by(exchange, placement, launcher, environ, name, timeout)
-    process.choose_interface(None if own is None else interface_of(own))
+    process.choose_interface(None if own is None else interface_with(own))
     store.set_timeout(timeout)
     return PrefixStore(name, store), secret
 

@@ -39,11 +39,11 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from hvdlite_wire.assignments import NewWorkerPolicy, RankAssignment
 
 from .. import forks
 from .given_place import GivenPlace
 from .responder import Keepalive
-from .seat import Newcomers, Seat
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -61,7 +61,7 @@ class ProcessState:
         self._own_interface: str | None = None
         self.generation = 0
         """The last generation of an elastic job in which this process was given a rank; 0 if there is none."""
-        self.seat: Seat | None = None
+        self.assignment: RankAssignment | None = None
         """Its rank in that generation."""
         self.keepalive: Keepalive | None = None
         """The connections to ranks on other hosts, under hvdlite-run; None between worlds."""
@@ -79,7 +79,7 @@ class ProcessState:
         """Whether it has been in a world without other ranks, before it was given a rank."""
         self.has_told = False
         """Whether it has told new workers that they can join its program."""
-        self.newcomers = Newcomers.WELCOME
+        self.newcomers = NewWorkerPolicy.WELCOME
         """What this process says of workers that were in no generation, when it asks for the next."""
         self.given_place: GivenPlace | None = None
         """The rank that `take_place` has given to this process; None where a launcher's variables say it."""

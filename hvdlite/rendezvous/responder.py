@@ -15,9 +15,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from hvdlite_wire.store_requests import StoreRequest
+
 from .key_listener import KeyListener
 from .launchers import ElasticWorker
-from .store_client import StoreClient, StoreRequest
+from .store_client import StoreClient
 
 
 class Keepalive(Protocol):

@@ -4,8 +4,7 @@
     calling thread ── StoreClient.request ── an idle connection, or a new one ── agent ── launcher
 
 `launcher_store` makes a `torch.distributed.Store` of it; `worker_main` and `runtime.connect_ranks` call it too. It does
-not import torch. The requests and their binary format are a contract with the launcher, which implements them in
-`hvdlite_launcher.wire.worker_requests`.
+not import torch.
 """
 
 from __future__ import annotations
@@ -15,35 +14,22 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from enum import IntEnum
+
+from hvdlite_wire.store_requests import (
+    CHUNK_BYTES,
+    HEADER,
+    MAX_REQUEST_BYTES,
+    StoreRequest,
+    chunk_key,
+    frame,
+    pack,
+    unpack,
+)
 
 from .. import forks
 from ..errors import LaunchEnvironmentError
 
-MAX_REQUEST_BYTES = (16 << 20) - 64
-_CHUNK_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
-_HEADER = struct.Struct(">BI")  # operation or outcome, payload's length
-_LENGTH = struct.Struct(">I")
-
-
-class StoreRequest(IntEnum):
-    """Requests to the store; `hvdlite_launcher.wire.worker_requests.StoreRequest` lists their arguments and answers."""
-
-    SET = 1
-    GET = 2
-    WAIT = 3
-    CHECK = 4
-    ADD = 5
-    COMPARE_SET = 6
-    APPEND = 7
-    DELETE = 8
-    COUNT = 9
-    INIT_STARTED = 10
-    INIT_DONE = 11
-    INIT_FAILED = 12
-    ALIVE = 13
-    STALLED = 14
 
 
 class StoreClient:
@@ -75,16 +61,16 @@ class StoreClient:
         Raises TimeoutError if there is no answer in time, ConnectionError if the agent has ended, and ValueError if the
         agent or the store refuses the request.
         """
-        payload = _pack(parts)
+        payload = pack(parts)
         if len(payload) > MAX_REQUEST_BYTES:
             raise ValueError(
                 f"{len(payload)} bytes are more than the limit of a request to the store, {MAX_REQUEST_BYTES}: "
                 "use set_large() and get_large()"
             )
-        failed, answer = self._ask(_HEADER.pack(operation, len(payload)) + payload, timeout_s)
+        failed, answer = self._ask(frame(operation, payload), timeout_s)
         if failed:
             raise ValueError(answer.decode(errors="replace"))
-        return _unpack(answer)
+        return unpack(answer)
 
     def set(self, values: Mapping[bytes, bytes]) -> None:
         self.request(StoreRequest.SET, [part for item in values.items() for part in item])
@@ -95,16 +81,16 @@ class StoreClient:
 
     def set_large(self, key: bytes, value: bytes) -> None:
         """Sets a value of any size, in chunks; `get_large` reads it."""
-        starts = range(0, len(value), _CHUNK_BYTES)
+        starts = range(0, len(value), CHUNK_BYTES)
         for number, start in enumerate(starts):
-            self.set({_chunk(key, number): value[start : start + _CHUNK_BYTES]})
+            self.set({chunk_key(key, number): value[start : start + CHUNK_BYTES]})
         # Last, because readers wait for this key.
         self.set({key: b"%d" % len(starts)})
 
     def get_large(self, key: bytes, timeout_s: float | None = None) -> bytes:
         """Returns a value that `set_large` has set; blocks until it is complete."""
         (count,) = self.get([key], timeout_s)
-        return b"".join([self.get([_chunk(key, number)], timeout_s)[0] for number in range(int(count))])
+        return b"".join([self.get([chunk_key(key, number)], timeout_s)[0] for number in range(int(count))])
 
     def close(self) -> None:
         """Closes the idle connections; the next request opens a new one."""
@@ -182,32 +168,14 @@ class _Connection(socket.socket):
 
 def _read_frame(connection: _Connection) -> tuple[int, bytes]:
     received = bytearray()
-    end = _HEADER.size
+    end = HEADER.size
     outcome = None
     while outcome is None or len(received) < end:
         data = connection.recv(max(_READ_BYTES, end - len(received)))
         if not data:
             raise ConnectionResetError("it closed the connection")
         received += data
-        if outcome is None and len(received) >= _HEADER.size:
-            outcome, length = _HEADER.unpack_from(received)
+        if outcome is None and len(received) >= HEADER.size:
+            outcome, length = HEADER.unpack_from(received)
             end += length
-    return outcome, bytes(received[_HEADER.size :])
-
-
-def _pack(parts: Iterable[bytes]) -> bytes:
-    return b"".join([piece for part in parts for piece in (_LENGTH.pack(len(part)), part)])
-
-
-def _unpack(payload: bytes) -> list[bytes]:
-    parts = []
-    start = 0
-    while start < len(payload):
-        body = start + _LENGTH.size
-        start = body + _LENGTH.unpack_from(payload, start)[0]
-        parts.append(payload[body:start])
-    return parts
-
-
-def _chunk(key: bytes, number: int) -> bytes:
-    return b"%b/%d" % (key, number)
+    return outcome, bytes(received[HEADER.size :])

@@ -16,6 +16,8 @@ import socket
 from datetime import timedelta
 
 import torch.distributed as dist
+from hvdlite_wire.addresses import interface_with
+from hvdlite_wire.store_requests import StoreRequest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -24,11 +26,9 @@ from ..comm.gloo import InitTimeout
 from ..environment import Environment
 from ..errors import CommunicationError, LaunchEnvironmentError, lack_of
 from ..rendezvous.given_place import GivenPlace
-from ..rendezvous.host_address import interface_of
 from ..rendezvous.launchers import read_elastic_worker, read_placement, refuse_horovod_rank
 from ..rendezvous.placement import Placement
 from ..rendezvous.process_state import ProcessState
-from ..rendezvous.store_client import StoreRequest
 from .connect_ranks import LauncherEnd, connect_all, store_client
 from .elastic_world import connect_elastic
 from .make_world import InitCall, World, exchange_infos, make_world
@@ -94,7 +94,7 @@ def _connect_given(place: GivenPlace, call: InitCall) -> World:
     if place.placement.size == 1:
         return _alone(call)
     if place.address is not None:
-        call.process.choose_interface(interface_of(place.address))
+        call.process.choose_interface(interface_with(place.address))
     return connect_all(place.placement, place.store, None, call)
 
 

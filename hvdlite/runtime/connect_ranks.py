@@ -19,6 +19,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from hvdlite_wire.assignments import NewWorkerPolicy, RankAssignment
+from hvdlite_wire.store_requests import StoreRequest
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from .. import forks
@@ -33,8 +35,7 @@ from ..rendezvous.launcher_store import LauncherStore
 from ..rendezvous.placement import Placement
 from ..rendezvous.process_state import ProcessState
 from ..rendezvous.rank_info import RankInfo
-from ..rendezvous.seat import Newcomers, Seat
-from ..rendezvous.store_client import StoreClient, StoreRequest
+from ..rendezvous.store_client import StoreClient
 from .make_world import InitCall, World, exchange_infos, make_world
 
 _GIVING_UP = timedelta(seconds=1)  # the timeout for telling the launcher that init has failed
@@ -48,18 +49,18 @@ _GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
 def connect_all(
     placement: Placement,
     client: StoreConnection | None,
-    seat: Seat | None,
+    assignment: RankAssignment | None,
     call: InitCall,
     connecting: Connecting | None = None,
 ) -> World:
     """Connects this rank to all others and returns their world. Every rank must call it, and waits for all.
 
-    ``client`` is hvdlite-run's store, or the one of a place that was given; None is for other launchers. ``seat`` and
-    ``connecting`` are an elastic worker's; ``connecting`` ends the waits once one of the ranks is lost. Raises
-    `CommunicationError` if not all ranks come in time.
+    ``client`` is hvdlite-run's store, or the one of a place that was given; None is for other launchers.
+    ``assignment`` and ``connecting`` are an elastic worker's; ``connecting`` ends the waits once one of the ranks is
+    lost. Raises `CommunicationError` if not all ranks come in time.
     """
     backend = _GLOO_AND_NCCL if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    if seat is not None:
+    if assignment is not None:
         # By default NCCL's watchdog ends the process when it sees that another rank is gone; the others are to go on.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", _CLEAN_UP_ONLY)
     # torch.distributed was not initialised before, so a default group that exists on failure is ours to destroy.
@@ -68,8 +69,8 @@ def connect_all(
     infos: Sequence[RankInfo] = ()
     process.connects_since_s = time.monotonic()
     try:
-        store, secret = _open_store(placement, client, seat, process, init_timeout.limit)
-        ranks = exchange_infos(placement, store, secret, call, seat)
+        store, secret = _open_store(placement, client, assignment, process, init_timeout.limit)
+        ranks = exchange_infos(placement, store, secret, call, assignment)
         infos = ranks.infos
 
         def make(_: Connections) -> dist.ProcessGroup:
@@ -84,7 +85,7 @@ def connect_all(
             return dist.group.WORLD
 
         has_network = client is not None and len({info.placement.node for info in infos}) > 1
-        if has_network and seat is not None and seat.generation > 1:
+        if has_network and assignment is not None and assignment.generation > 1:
             # In the first generation a host that others do not reach is an error of the job.
             process.keepalive = connecting
             if connecting is not None:
@@ -120,11 +121,15 @@ def connect_all(
         process.connects_since_s = None
     engine_factory = TorchEngineFactory(backend, ranks.connecting, (default, connections))
     leave = partial(_leave, client, connections)
-    return make_world(placement, engine_factory, ranks, call, leave, seat)
+    return make_world(placement, engine_factory, ranks, call, leave, assignment)
 
 
 def _open_store(
-    placement: Placement, client: StoreConnection | None, seat: Seat | None, process: ProcessState, timeout: timedelta
+    placement: Placement,
+    client: StoreConnection | None,
+    assignment: RankAssignment | None,
+    process: ProcessState,
+    timeout: timedelta,
 ) -> tuple[Store, bytes | None]:
     """Returns the store that all ranks share, and the secret from the launcher's exchange, or None.
 
@@ -137,7 +142,7 @@ def _open_store(
 
         return rendezvous_by_pmi(placement, os.environ, process, timeout)
     if client is not None:
-        prefix = f"init{process.next_init(placement.store_url)}" if seat is None else seat.prefix
+        prefix = f"init{process.next_init(placement.store_url)}" if assignment is None else assignment.prefix
         launcher_store = process.keep("launcher store", client, lambda: LauncherStore(client, timeout))
         launcher_store.set_timeout(timeout)
         return PrefixStore(prefix, launcher_store), None
@@ -167,7 +172,7 @@ class LauncherEnd:
     """Tells hvdlite-run whether this worker's init has started, is done or has failed.
 
     By this hvdlite-run ends the job if ranks wait in init for a rank that never calls it. In an elastic job it gives
-    the worker a seat for it. ``name`` is the worker's in error messages.
+    the worker a rank for it. ``name`` is the worker's in error messages.
     """
 
     client: StoreClient
@@ -179,10 +184,10 @@ class LauncherEnd:
         what: StoreRequest,
         timeout: timedelta,
         generation: int | None = None,
-        newcomers: Newcomers = Newcomers.WELCOME,
+        newcomers: NewWorkerPolicy = NewWorkerPolicy.WELCOME,
     ) -> None:
-        """``generation``: the last one in which a worker of an elastic job was given a seat, 0 if there is none."""
-        self._request(what, timeout, generation, *([] if newcomers is Newcomers.WELCOME else [b"%d" % newcomers]))
+        """``generation``: the last one in which a worker of an elastic job was given a rank, 0 if there is none."""
+        self._request(what, timeout, generation, *([] if newcomers is NewWorkerPolicy.WELCOME else [b"%d" % newcomers]))
 
     def _request(self, what: StoreRequest, timeout: timedelta, generation: int | None, *further: bytes) -> None:
         numbers = [self.worker] if generation is None else [self.worker, generation]

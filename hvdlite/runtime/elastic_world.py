@@ -1,7 +1,7 @@
 """
-Gets a worker of an elastic job into a world: asks hvdlite-run for a `Seat` in the next generation, and connects to it.
+Gets a worker of an elastic job into a world: asks hvdlite-run for a rank in the next generation, and connects.
 
-If its ranks cannot connect, because one of them is lost meanwhile, it asks for a seat in a later generation. A new
+If its ranks cannot connect, because one of them is lost meanwhile, it asks for a rank in a later generation. A new
 worker stands by until its program calls the function of `hvd.elastic.run`, in a world of its own (`_stand_by`).
 """
 
@@ -14,6 +14,8 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch
+from hvdlite_wire.assignments import RankAssignment
+from hvdlite_wire.store_requests import StoreRequest
 
 from ..comm.connecting import Connecting, Refusals
 from ..comm.engine import SingleRankFactory
@@ -30,8 +32,8 @@ from ..rendezvous.host_address import refused_by
 from ..rendezvous.key_listener import KeyListener
 from ..rendezvous.launchers import ElasticWorker, read_placement
 from ..rendezvous.placement import placements_to_topology
-from ..rendezvous.seat import Program, Seat, find_program, take_back, wait_for_seat, wait_for_seat_or_program
-from ..rendezvous.store_client import StoreClient, StoreRequest
+from ..rendezvous.store_client import StoreClient
+from ..rendezvous.wait_for_rank import Program, find_program, take_back, wait_for_rank, wait_for_rank_or_program
 from ..signing import Signer
 from .connect_ranks import LauncherEnd, connect_all, store_client
 from .make_world import InitCall, World
@@ -46,7 +48,7 @@ _ATTEMPTS = 5
 
 
 def connect_elastic(worker: ElasticWorker, call: InitCall) -> World:
-    """Asks hvdlite-run for a seat in the next generation and connects to its ranks, until that succeeds.
+    """Asks hvdlite-run for a rank in the next generation and connects to its ranks, until that succeeds.
 
     If the ranks of a generation cannot connect, hvdlite-run publishes another one, without the rank that was lost. If
     it consists of the same ranks, because none was lost, the error is raised in the end.
@@ -72,62 +74,65 @@ def connect_elastic(worker: ElasticWorker, call: InitCall) -> World:
         launcher.tell(StoreRequest.INIT_STARTED, call.timeout.timeout, process.generation, process.newcomers)
         if may_stand_by:
             listening = StoreClient.from_url(worker.store_url)
-            found = wait_for_seat_or_program(launcher.client, listening, worker.number)
+            found = wait_for_rank_or_program(launcher.client, listening, worker.number)
             if isinstance(found, Program):
                 # As long as it counts as ready, the others would wait for it.
                 launcher.tell(StoreRequest.INIT_FAILED, call.timeout.timeout, 0)
                 if take_back(launcher.client, worker.number):
                     return _stand_by(found, worker, call)
-                found = wait_for_seat(launcher.client, worker.number, 0)
-            seat, may_stand_by = found, False
+                found = wait_for_rank(launcher.client, worker.number, 0)
+            assignment, may_stand_by = found, False
         else:
-            seat = wait_for_seat(launcher.client, worker.number, process.generation)
-        process.generation, process.seat = seat.generation, seat
+            assignment = wait_for_rank(launcher.client, worker.number, process.generation)
+        process.generation, process.assignment = assignment.generation, assignment
         # The ranks of the first generation begin the training, with what their programs have made.
-        process.has_state |= seat.generation == 1
-        if seat.newcomers or seat.size != failed_size:
+        process.has_state |= assignment.generation == 1
+        if assignment.newcomers or assignment.size != failed_size:
             failed_attempts = 0
         try:
-            return _connect(worker, seat, launcher, call)
+            return _connect(worker, assignment, launcher, call)
         except CommunicationError as error:
-            failed_attempts, failed_size = failed_attempts + 1, seat.size
+            failed_attempts, failed_size = failed_attempts + 1, assignment.size
             if failed_attempts == _ATTEMPTS:
                 raise
-            log.info("the ranks of generation %d could not connect, and try again: %s", seat.generation, error)
+            log.info("the ranks of generation %d could not connect, and try again: %s", assignment.generation, error)
 
 
-def _connect(worker: ElasticWorker, seat: Seat, launcher: LauncherEnd, call: InitCall) -> World:
+def _connect(worker: ElasticWorker, assignment: RankAssignment, launcher: LauncherEnd, call: InitCall) -> World:
     """Connects to the ranks of a generation, and tells hvdlite-run whether that has succeeded."""
-    placement = read_placement(os.environ, seat)
+    placement = read_placement(os.environ, assignment)
     assert placement is not None, "it is a worker of hvdlite-run"
     timeout = InitTimeout(call.timeout.timeout, limit=_GENERATION_LIMIT)
-    connecting = Connecting(seat.size)
+    connecting = Connecting(assignment.size)
     try:
         with contextlib.ExitStack() as attempt:
             attempt.callback(call.process.world_left)
-            with _ended_with(worker, seat, connecting):
+            with _ended_with(worker, assignment, connecting):
                 attempted = replace(call, timeout=timeout, undo=attempt)
-                world = connect_all(placement, launcher.client, seat, attempted, connecting)
+                world = connect_all(placement, launcher.client, assignment, attempted, connecting)
             call.undo.push(attempt.pop_all())
     except CommunicationError as error:
         by_rank = dict(connecting.addresses_by_rank)
-        own = by_rank.pop(seat.rank, ())
+        own = by_rank.pop(assignment.rank, ())
         others = dict.fromkeys(address for each in by_rank.values() for address in each if address not in own)
-        launcher.tell_failure(seat.generation, Refusals(own, refused_by(error, others)))
+        launcher.tell_failure(assignment.generation, Refusals(own, refused_by(error, others)))
         raise
     except BaseException:
-        launcher.tell_failure(seat.generation)
+        launcher.tell_failure(assignment.generation)
         raise
-    launcher.tell(StoreRequest.INIT_DONE, call.timeout.timeout, seat.generation)
+    launcher.tell(StoreRequest.INIT_DONE, call.timeout.timeout, assignment.generation)
     timeout.end_of_init()
-    return replace(world, connecting=Connecting(seat.size))
+    return replace(world, connecting=Connecting(assignment.size))
 
 
 @contextlib.contextmanager
-def _ended_with(worker: ElasticWorker, seat: Seat, connecting: Connecting) -> Iterator[None]:
+def _ended_with(worker: ElasticWorker, assignment: RankAssignment, connecting: Connecting) -> Iterator[None]:
     """A context in which the ranks of a generation connect: that fails as soon as one of them is lost, or gives up."""
     listener = KeyListener(
-        StoreClient.from_url(worker.store_url), f"{seat.prefix}/end", lambda _: None, lambda _: connecting.give_up()
+        StoreClient.from_url(worker.store_url),
+        f"{assignment.prefix}/end",
+        lambda _: None,
+        lambda _: connecting.give_up(),
     )
     try:
         yield
@@ -141,12 +146,12 @@ def _stand_by(program: Program, worker: ElasticWorker, call: InitCall) -> World:
     call.process.has_stood_by = True
     # It takes the place of one that was lost, if not all others'.
     size = max(1, len(program.hosts))
-    seat = Seat(0, size - 1, size, 1)
-    placement = read_placement(os.environ, seat)
+    assignment = RankAssignment(0, size - 1, size, 1)
+    placement = read_placement(os.environ, assignment)
     assert placement is not None, "it is a worker of hvdlite-run"
     alone = placements_to_topology(0, [placement])
     local_size = max(1, program.hosts.count(placement.host))
-    topology = replace(alone, rank=seat.rank, size=size, local_size=local_size)
+    topology = replace(alone, rank=assignment.rank, size=size, local_size=local_size)
     generation = Generation()
     group = Group(
         SingleRankFactory(),
@@ -162,7 +167,16 @@ def _stand_by(program: Program, worker: ElasticWorker, call: InitCall) -> World:
     sets = Registry(group, controller, generation, is_elastic=True)
     log.info("worker %d joins a job that runs already, and makes its model before it gets a rank", worker.number)
     return World(
-        topology, group, generation, controller, call.environment, sets, lambda: None, os.getpid(), seat, stands_by=True
+        topology,
+        group,
+        generation,
+        controller,
+        call.environment,
+        sets,
+        lambda: None,
+        os.getpid(),
+        assignment,
+        stands_by=True,
     )
 
 

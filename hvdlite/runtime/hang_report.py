@@ -28,9 +28,11 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
+from hvdlite_wire.store_requests import StoreRequest
+
 from .. import forks
 from ..control.call_sites import FramesOfThreads, own_prefixes
-from ..rendezvous.store_client import StoreClient, StoreRequest
+from ..rendezvous.store_client import StoreClient
 
 STACKS_SIGNAL = 62
 """A real-time signal that programs hardly use. `launcher.host.stacks_on_signal` has the same number."""

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hvdlite_wire.addresses import LOOPBACK, interface_with
+from hvdlite_wire.assignments import RankAssignment
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..comm.connecting import Connecting, own_addresses
@@ -32,11 +34,9 @@ from ..control.generation import Generation
 from ..environment import DYNAMIC, Environment
 from ..errors import LaunchEnvironmentError, MismatchError
 from ..log import log, open_log
-from ..rendezvous.host_address import LOOPBACK, interface_of
 from ..rendezvous.placement import Placement, Topology, placements_to_topology
 from ..rendezvous.process_state import ProcessState
 from ..rendezvous.rank_info import RankInfo, agree_on_secret, exchange_rank_info, refuse
-from ..rendezvous.seat import Seat
 from ..rendezvous.secret import given_secret
 from ..shm.kept_memory import KeptMemory
 from ..shm.shm_factory import ShmEngineFactory
@@ -53,8 +53,9 @@ class World:
 
     ``group`` is the group of all ranks. ``generation`` has the state that all groups of this world share; its module
     lists the state of a process, a generation, a group, a set and a thread. ``leave`` closes the default process group
-    and the store's client; call it after the group is closed. ``pid`` tells a forked child from this process. ``seat``
-    is this rank's in an elastic job, otherwise None. ``survival`` is None unless steps survive the loss of a rank.
+    and the store's client; call it after the group is closed. ``pid`` tells a forked child from this process.
+    ``assignment`` is this rank's in an elastic job, otherwise None. ``survival`` is None unless steps survive the loss
+    of a rank.
     ``stands_by``: this process is no rank yet, and ``topology`` has the numbers that it will probably have.
     ``connecting`` ends waits for the ranks of an elastic job's generation while groups are opened after `hvd.init`.
     """
@@ -67,7 +68,7 @@ class World:
     sets: Registry
     leave: Callable[[], None]
     pid: int
-    seat: Seat | None = None
+    assignment: RankAssignment | None = None
     survival: Survival | None = None
     stands_by: bool = False
     connecting: Connecting | None = None
@@ -95,7 +96,7 @@ class ConnectedRanks:
 
 
 def exchange_infos(
-    placement: Placement, store: Store, secret: bytes | None, call: InitCall, seat: Seat | None = None
+    placement: Placement, store: Store, secret: bytes | None, call: InitCall, assignment: RankAssignment | None = None
 ) -> ConnectedRanks:
     """Exchanges every rank's info through the store. Every rank must call it, and waits for all.
 
@@ -111,7 +112,7 @@ def exchange_infos(
         "survive": environment.survive,
         "addresses": [],
     }
-    if seat is not None and seat.generation > 1:
+    if assignment is not None and assignment.generation > 1:
         # With these hvdlite-run finds hosts that refuse connections; in the first generation it ends the job for them.
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
         settings["addresses"] = call.process.keep("own addresses", interfaces, own_addresses)
@@ -126,7 +127,7 @@ def exchange_infos(
     infos, signer = exchange_rank_info(store, own, Signer(secret), call.timeout.limit)
     if placement.size > 1 and len({info.placement.node for info in infos}) == 1:
         # One host: let gloo listen on loopback, which no other host can reach, unless the user has chosen an interface.
-        call.process.choose_interface(interface_of(LOOPBACK))
+        call.process.choose_interface(interface_with(LOOPBACK))
     names = tuple(f"rank {rank} ({info.placement.host})" for rank, info in enumerate(infos))
     connecting = ConnectingRanks(PrefixStore("engines", store), signer, placement.rank, names, call.timeout)
     return ConnectedRanks(infos, connecting)
@@ -138,7 +139,7 @@ def make_world(
     ranks: ConnectedRanks,
     call: InitCall,
     leave: Callable[[], None],
-    seat: Seat | None = None,
+    assignment: RankAssignment | None = None,
 ) -> World:
     """Makes the groups, the controller and the rest of a world. Every rank must call it, and waits for all."""
     environment, process, undo = call.environment, call.process, call.undo
@@ -163,7 +164,7 @@ def make_world(
         _require_same_switch(name, infos, group)
     nodes = [placement.node for placement in placements]
     # Equal on all ranks, because rank 0's setting counts.
-    survives = infos[0].settings["survive"] and seat is not None
+    survives = infos[0].settings["survive"] and assignment is not None
     kept = None
     if survives:
         kept = process.keep("shared memory", None, KeptMemory, KeptMemory.close)
@@ -196,13 +197,13 @@ def make_world(
         try:
             timeline.start(generation.recorder, group, controller, timeline_path)
         except timeline.NotWrittenError as error:
-            if seat is None:
+            if assignment is None:
                 raise
             # An elastic job comes here again whenever its ranks change, when the directory may be full or gone.
             if placement.rank == 0:
                 log.warning("%s", error)
-    sets = Registry(group, controller, generation, is_elastic=seat is not None)
-    return World(topology, group, generation, controller, environment, sets, leave, os.getpid(), seat)
+    sets = Registry(group, controller, generation, is_elastic=assignment is not None)
+    return World(topology, group, generation, controller, environment, sets, leave, os.getpid(), assignment)
 
 
 def _require_same_switch(name: str, infos: Sequence[RankInfo], group: Group) -> None:

@@ -32,13 +32,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from hvdlite_wire.assignments import NewWorkerPolicy, RankAssignment
+
 from ..comm.group import Group
 from ..environment import launcher_variable
 from ..errors import CommunicationError, PeerLostError
 from ..faults import point
 from ..log import log
 from ..rendezvous.key_listener import KeyListener
-from ..rendezvous.seat import Newcomers, Seat
 from ..rendezvous.store_client import StoreClient
 
 # How often the same ranks try the same step, before the error is raised.
@@ -192,7 +193,7 @@ class Survival:
         """The ranks that were lost so far, named as they were in the world before, such as ``rank 3 (node2)``."""
         self.beginnings = 0
         """How many worlds so far had ranks that did not come from the same step of the one before."""
-        self._seat: Seat | None = None
+        self._assignment: RankAssignment | None = None
         self._newcomers = 0
         self._size = 0
         self._attempts = 0
@@ -209,27 +210,27 @@ class Survival:
         self._others_are_ahead = False
 
     @property
-    def newcomers(self) -> Newcomers:
+    def newcomers(self) -> NewWorkerPolicy:
         """Whether the next world may have ranks that were in none before."""
         if not self._is_in_step:
-            return Newcomers.WELCOME
+            return NewWorkerPolicy.WELCOME
         if self._on_change is None:
-            return Newcomers.NEVER
-        return Newcomers.IF_NEEDED if self._needs_min_np else Newcomers.AFTERWARDS
+            return NewWorkerPolicy.NEVER
+        return NewWorkerPolicy.IF_NEEDED if self._needs_min_np else NewWorkerPolicy.AFTERWARDS
 
     # -- a world's begin and end
 
-    def begin(self, group: Group, seat: Seat) -> None:
+    def begin(self, group: Group, assignment: RankAssignment) -> None:
         """Exchanges reports in a new world. Every rank must call it, and waits for all."""
         self._listener = KeyListener(
-            _store_client(), f"{seat.prefix}/end", _ignore, partial(self._revoke, seat.generation)
+            _store_client(), f"{assignment.prefix}/end", _ignore, partial(self._revoke, assignment.generation)
         )
         if self._is_in_step:
             point("report")
         of_step: list[Any] = [None, True, [], []]
         if self._is_in_step:
             of_step = [self._number, self._can_repeat, list(self._discarded), self._read_last_votes()]
-        self._identity = self._identity or f"{seat.generation}.{seat.rank}"
+        self._identity = self._identity or f"{assignment.generation}.{assignment.rank}"
         own = [self._size == 0, self._is_in_step, list(self._passed.items()), [*of_step, self._identity]]
         if self._is_in_step and (followers := self._living()):
             notes = {name: follower.note_of(self._number) for name, follower in followers.items()}
@@ -249,9 +250,9 @@ class Survival:
         self._ranks = ranks
         if self._is_in_step:
             point("settled")
-        # A rank may also be new by its report alone: if it got its seat in a generation that never began.
-        newcomers = max(seat.newcomers, sum(report.is_new for report in reports))
-        self._seat, self._newcomers, self._size = seat, newcomers, seat.size
+        # A rank may also be new by its report alone: if it got its rank in a generation that never began.
+        newcomers = max(assignment.newcomers, sum(report.is_new for report in reports))
+        self._assignment, self._newcomers, self._size = assignment, newcomers, assignment.size
         self._discarded = self._settlement.discarded
         if not self._is_in_step:
             self._passed = dict(self._settlement.passed)
@@ -315,10 +316,10 @@ class Survival:
         if not followers:
             batches = "The batch of 1 rank is" if self._size == 1 else f"The batches of {self._size} ranks are"
             then = f"{batches} lost, since the program has no hvd.elastic.ElasticSampler that draws them again."
-        if self._seat is not None and self._seat.rank == 0:
+        if self._assignment is not None and self._assignment.rank == 0:
             # For the report of hvdlite-run --chaos, without which nobody reads it.
             with contextlib.closing(_store_client()) as client, contextlib.suppress(OSError, ValueError):
-                client.set({b"chaos/discarded": b"%d" % self._seat.generation})
+                client.set({b"chaos/discarded": b"%d" % self._assignment.generation})
         log.warning(
             "survive: %s is discarded on all ranks, and changes no parameter: %s. %s (%s)", what, why, then, self._lost
         )

@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from hvdlite_wire.assignments import RankAssignment
 
 from .. import forks
 from ..comm import deferred_close
@@ -42,9 +43,9 @@ from ..rendezvous.last_votes import leave_last_votes, read_last_votes
 from ..rendezvous.launchers import read_elastic_worker
 from ..rendezvous.process_state import ProcessState
 from ..rendezvous.responder import respond
-from ..rendezvous.seat import Seat, tell_of_program
 from ..rendezvous.store_client import StoreClient
 from ..rendezvous.taken_place import mark_taken, place_in, require_free
+from ..rendezvous.wait_for_rank import tell_of_program
 from ..timeline import session as timeline
 from ..values import MOST, seconds, shown, whole_number
 from .bootstrap import enter
@@ -178,19 +179,19 @@ def _init(
         except WorkerRemovedError:
             survival.note_removed()
             raise
-        has_newcomers = _world.seat is not None and _world.seat.newcomers > 0
+        has_newcomers = _world.assignment is not None and _world.assignment.newcomers > 0
         attempts = 1 if has_newcomers or _world.topology.size != size else attempts + 1
         size = _world.topology.size
         try:
-            if _world.environment.survive and (seat := _world.seat) is not None:
+            if _world.environment.survive and (assignment := _world.assignment) is not None:
                 _world = replace(_world, survival=survival)
                 if not _world.stands_by:
-                    survival.begin(_world.group, seat)
+                    survival.begin(_world.group, assignment)
             for process_set in first_sets:
                 _world.sets.add(process_set)
         except BaseException as error:
             # In an elastic job a rank may be lost here, too: then there will be another generation.
-            is_final = _world.seat is None or not isinstance(error, CommunicationError) or attempts == _ATTEMPTS
+            is_final = _world.assignment is None or not isinstance(error, CommunicationError) or attempts == _ATTEMPTS
             shutdown()
             if is_final:
                 raise
@@ -312,9 +313,9 @@ def take_place(place: GivenPlace) -> None:
     _process.given_place = place
 
 
-def last_seat() -> Seat | None:
+def last_assignment() -> RankAssignment | None:
     """Returns this worker's rank in the last generation of an elastic job that it was in; None if there is none."""
-    return _process.seat
+    return _process.assignment
 
 
 @outside_graphs
@@ -367,16 +368,16 @@ def note_state() -> None:
 def note_loss_in_commit() -> None:
     """Tell hvdlite-run that this rank was in a commit when another was lost: for the report of --chaos alone."""
     world, client = _world, _process.kept("store client")
-    if world is not None and world.seat is not None and client is not None:
+    if world is not None and world.assignment is not None and client is not None:
         with contextlib.suppress(OSError, ValueError):
-            client.set({b"chaos/in_commit": b"%d" % world.seat.generation})
+            client.set({b"chaos/in_commit": b"%d" % world.assignment.generation})
 
 
 def tell_of_elastic_program() -> None:
     """Tell new workers that they can join, on rank 0. Called by `hvd.elastic.run`, in each world."""
     world = _world
     # Process sets that are added before the function need the other ranks.
-    if world is None or world.seat is None or world.topology.rank != 0 or world.sets.has_any or _process.has_told:
+    if world is None or world.assignment is None or world.topology.rank != 0 or world.sets.has_any or _process.has_told:
         return
     _process.has_told = True
     if (client := _process.kept("store client")) is not None:
@@ -422,7 +423,7 @@ def revoke(generation: int, reason: str) -> None:
     another generation: who calls it may have been held up.
     """
     world = _world
-    if world is None or world.seat is None or world.seat.generation != generation:
+    if world is None or world.assignment is None or world.assignment.generation != generation:
         return
     # First the controller: what waits in a group may be one of its operations, which then must not start another.
     world.controller.revoke(reason)
@@ -586,9 +587,9 @@ def end_of_program() -> None:
             shutdown,
             lambda: timeline.save(world.generation.recorder, world.group),
             first_end=world.generation.watch.known_end,
-            advice="" if world.seat is None or world.survival or _process.is_elastic else _NOT_ELASTIC,
+            advice="" if world.assignment is None or world.survival or _process.is_elastic else _NOT_ELASTIC,
         )
     _exchanged.warn_at_end()
     deferred_close.finish(_CLOSING_S)
-    if world is not None and world.seat is not None:
+    if world is not None and world.assignment is not None:
         hasten_end()

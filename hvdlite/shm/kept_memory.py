@@ -15,18 +15,16 @@ are exiting; if one has not, because it was given up while it ran, everything be
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 from collections.abc import Callable, Collection
+
+from hvdlite_wire.processes import exit_statuses
 
 from .segment import Address, Piece, Segment
 
 # The most staging slots kept; an engine that is opened when all are in use brings its own.
 _MOST_SLOTS = 8
-
-# Of the kernel's flags of a task, in /proc/PID/task/TID/stat behind its name.
-_FLAGS, _PF_EXITING = 6, 0x4
 
 
 class KeptSegment(Segment):
@@ -131,22 +129,4 @@ class KeptMemory:
             poll.register(fd, select.POLLIN)
         readable = {fd for fd, _ in poll.poll(0)} if self._users else set()
         # In this order: a pidfd that is not readable keeps the number from being given to another process until then.
-        return {pid for pid, fd in self._users.items() if fd in readable or _is_exiting(pid)}
-
-
-def _is_exiting(pid: int) -> bool:
-    """Whether each thread of a process is exiting: then no instruction of its program runs any more.
-
-    After a process of some GB was killed, the kernel takes its memory back for 0.1 s before the process has ended.
-    """
-    threads: list[str] = []
-    flags = []
-    with contextlib.suppress(OSError):
-        threads = os.listdir(f"/proc/{pid}/task")
-    for thread in threads:
-        with (
-            contextlib.suppress(FileNotFoundError, ProcessLookupError),  # it has ended entirely
-            open(f"/proc/{pid}/task/{thread}/stat", encoding="ascii", errors="replace") as file,
-        ):
-            flags.append(int(file.read().rpartition(")")[2].split()[_FLAGS]))
-    return bool(flags) and all(each & _PF_EXITING for each in flags)
+        return {pid for pid, fd in self._users.items() if fd in readable or exit_statuses(pid)}

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from .. import files
+from hvdlite_wire import safe_paths
+
 from . import parts
 
 
@@ -63,7 +64,7 @@ class OneFile:
         if self._path.exists() and not self._path.is_file():
             # The file is replaced in the end, which would destroy a device such as /dev/null.
             raise FileExistsError(errno.EEXIST, "there is something that is not a file", str(self._path))
-        files.require_directory(str(self._path))
+        safe_paths.require_directory(str(self._path))
         _require_writable(self._path.parent, self._path.name)
         _remove(self.parts_there())
 
@@ -85,9 +86,9 @@ class FilePerRank:
         self._world_size = world_size
 
     def prepare(self) -> None:
-        files.require_directory(str(self._directory))
+        safe_paths.require_directory(str(self._directory))
         self._directory.mkdir(exist_ok=True)
-        files.require_directory(str(self._trace_path(0)))
+        safe_paths.require_directory(str(self._trace_path(0)))
         _require_writable(self._directory, "rank")
         _remove(self.parts_there())
 

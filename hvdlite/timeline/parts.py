@@ -16,13 +16,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
-from .. import files
+from hvdlite_wire import safe_paths
 
 
 def open_part(path: Path) -> IO[bytes]:
     """Open a new part. If its directory is missing or cannot be written, it is a temporary file without a name."""
     try:
-        return open(files.create(str(path)), "w+b", buffering=0)
+        return open(safe_paths.new_file(str(path)), "w+b", buffering=0)
     except OSError:
         return tempfile.TemporaryFile("w+b", buffering=0)
 
@@ -51,7 +51,7 @@ def write_trace(path: Path, head: str, parts: Iterable[bytes]) -> None:
     """Write the events of the parts as one complete trace, atomically. ``head`` is JSON of the fields before them."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        with open(files.create(str(unfinished)), "w") as file:
+        with open(safe_paths.new_file(str(unfinished)), "w") as file:
             file.write(f'{{"displayTimeUnit": "ms", {head}"traceEvents": [\n')
             file.write(",\n".join(line for data in parts for line in events_of(data)))
             file.write("\n]}\n")

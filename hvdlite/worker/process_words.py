@@ -12,6 +12,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from hvdlite_wire.processes import stat_of
+
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 # Where proc(5) counts the fields of /proc/PID/stat from 1: the places that stay as they are.
 _CODE, _DATA, _HEAP, _STACK = (26, 27), (45, 46), 47, 28
@@ -29,12 +31,12 @@ def show(words: Sequence[str], environment: Mapping[str, str]) -> None:
     memory.write(command + variables)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     middle, end = begin + len(command), begin + len(command) + len(variables)
-    with open("/proc/self/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
+    if (stat := stat_of("self")) is None:
+        return
     libc = ctypes.CDLL(None)
     libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
-    kept = [int(fields[place - 3]) for place in (*_CODE, *_DATA, _HEAP)]
-    heap_end, stack = libc.sbrk(0), int(fields[_STACK - 3])
+    kept = [stat[place] for place in (*_CODE, *_DATA, _HEAP)]
+    heap_end, stack = libc.sbrk(0), stat[_STACK]
     no_auxiliary, no_executable = 0, 0xFFFFFFFF << 32
     map_of_memory = (ctypes.c_uint64 * 13)(
         *kept, heap_end, stack, begin, middle, middle, end, no_auxiliary, no_executable

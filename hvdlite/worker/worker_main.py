@@ -17,11 +17,13 @@ import sys
 import traceback
 from collections.abc import Mapping
 
+from hvdlite_wire.store_requests import StoreRequest
+
 from ..environment import launcher_variable
 from ..errors import words_of
 from ..rendezvous.launchers import read_elastic_worker
-from ..rendezvous.store_client import StoreClient, StoreRequest
-from ..runtime.world import last_seat
+from ..rendezvous.store_client import StoreClient
+from ..runtime.world import last_assignment
 
 
 def main(environ: Mapping[str, str] = os.environ) -> None:
@@ -86,7 +88,7 @@ def _place(environ: Mapping[str, str]) -> dict[str, int | None]:
     if read_elastic_worker(environ) is None:
         rank, size = (int(launcher_variable(name, environ)) for name in ("RANK", "SIZE"))
         return {"generation": None, "rank": rank, "size": size}
-    seat = last_seat()
-    if seat is None:
+    assignment = last_assignment()
+    if assignment is None:
         return {"generation": 0, "rank": None, "size": None}
-    return {"generation": seat.generation, "rank": seat.rank, "size": seat.size}
+    return {"generation": assignment.generation, "rank": assignment.rank, "size": assignment.size}

@@ -11,6 +11,8 @@ import sys
 import time
 from functools import partial
 
+from hvdlite_wire.processes import stat_of
+
 from ..errors import JobEndsError, LauncherError, UsageError
 from ..screen.display import draws_in_place, put_all, terminal_size
 from ..screen.footer import Footer
@@ -25,6 +27,7 @@ _SOON_S = 0.7
 _LINE_EACH_S = 10.0
 # Between two attempts of a job that is restarted, its hvdlite-run cannot be asked.
 _AGAIN_EACH_S = 0.2
+_BEGINNING = 22  # of the fields in proc(5): when the process began
 
 
 def watch_job(pid: str) -> int:
@@ -57,7 +60,7 @@ def _asked(pid: str) -> JobView:
         raise LauncherError(f"--watch: hvdlite-run {pid} is of another version: use its own hvdlite-run") from None
 
 
-def _asked_again(pid: str, began: bytes | None) -> JobView | None:
+def _asked_again(pid: str, began: int | None) -> JobView | None:
     """Returns the job as it is now, waiting for it while it restarts; None once its hvdlite-run has ended.
 
     ``began`` is what `_beginning_of` returned at first.
@@ -71,20 +74,16 @@ def _asked_again(pid: str, began: bytes | None) -> JobView | None:
         time.sleep(_AGAIN_EACH_S)
 
 
-def _beginning_of(pid: str) -> bytes | None:
+def _beginning_of(pid: str) -> int | None:
     """Returns when a process began, which tells it from a later one with its number; None if there is none, or ended.
 
     One that has ended is there until its parent collects it.
     """
-    try:
-        with open(f"/proc/{int(pid)}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except (OSError, ValueError):
-        return None
-    return None if fields[0] in (b"Z", b"X") else fields[19]
+    stat = stat_of(pid)
+    return None if stat is None or stat.has_ended else stat[_BEGINNING]
 
 
-def _tell(pid: str, began: bytes | None, job: JobView | None) -> None:
+def _tell(pid: str, began: int | None, job: JobView | None) -> None:
     """Writes a line about the job each 10 s until it has ended."""
     while job is not None:
         write(f"{job.plain_line()}\n")
@@ -95,7 +94,7 @@ def _tell(pid: str, began: bytes | None, job: JobView | None) -> None:
         job = _asked_again(pid, began)
 
 
-def _draw(pid: str, began: bytes | None, job: JobView | None, view: LiveView) -> None:
+def _draw(pid: str, began: int | None, job: JobView | None, view: LiveView) -> None:
     """Draws the job in place until it has ended. What was drawn last is left on the terminal."""
     sys.stdout.flush()
     footer = Footer(partial(put_all, 1), partial(terminal_size, 1), clock=time.monotonic, redraw_s=0.0)

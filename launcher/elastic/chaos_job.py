@@ -13,6 +13,8 @@ import signal
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
+from hvdlite_wire.assignments import NewWorkerPolicy
+
 from ..plan.chaos_spec import OF_A_HOST, ChaosSpec, Fault, worker_form
 from ..plan.elastic_spec import OnFailure, Policy
 from ..system.signals import signal_name
@@ -27,7 +29,6 @@ from ..wire.messages import (
     InitStarted,
     Lost,
     LostInCommit,
-    Newcomers,
     Refused,
     StepDiscarded,
 )
@@ -36,7 +37,7 @@ from ..workers.roster import Roster
 from .chaos_report import BEGUN_AGAIN, DISCARDED, IN_COMMIT, NO_RANK, NOTHING, STAYED, TO_COMMIT, ChaosReport, Record
 from .elastic_job import ElasticJob
 from .membership import Member, Membership
-from .seats import Store
+from .rank_assignments import Store
 
 SAYS = b"chaos/"  # the prefix of all keys that workers set for this
 _ASKS = b"chaos/ask/"
@@ -99,7 +100,7 @@ class ChaosJob:
         self._has_done = False  # whether one has ended with exit code 0
         self._begun: set[Fault] = set()
         self._records: dict[int, Record] = {}  # of workers that have a fault and have not ended, or have a cost to come
-        self._ways: dict[int, Newcomers] = {}  # of the same: what the others have said of newcomers since
+        self._ways: dict[int, NewWorkerPolicy] = {}  # of the same: what the others have said of newcomers since
         self._connected: tuple[int, set[int]] = (0, set())  # the last generation, and its workers that are connected
         self._clock_from: float | None = None
         self._clock_number = 0
@@ -193,7 +194,7 @@ class ChaosJob:
             record.lost = NO_RANK
         self.report.records.append(record)
         self._records[worker] = record
-        self._ways[worker] = Newcomers.NEVER
+        self._ways[worker] = NewWorkerPolicy.NEVER
         self._seeded_count += is_seeded
         if fault is not None:
             self._begun.add(fault)
@@ -265,7 +266,7 @@ class ChaosJob:
                     continue
                 record.end = STAYED
             record.cost_s = round(self._clock() - self._began_at - record.at_s, 3)
-            if self._ways[worker] is Newcomers.WELCOME:
+            if self._ways[worker] is NewWorkerPolicy.WELCOME:
                 record.lost = IN_COMMIT if record.generation in self._in_commit else TO_COMMIT
             else:
                 has_new = any(since > record.generation for since in members.values())

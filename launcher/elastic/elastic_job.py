@@ -1,10 +1,10 @@
 """Runs an elastic job: carries out what `membership` decides, until no generation can follow.
 
-    events ──► ElasticJob ──► Membership ──► workers to start and to end, seats in the store, lines on the screen
+    events ──► ElasticJob ──► Membership ──► workers to start and to end, ranks in the store, lines on the screen
 
 `supervisor` calls it. In hvd.init() a worker asks for its rank in the next generation, and reads it in the store: see
-`seats`. Once nothing can follow, `first_failure` judges the ends of the last generation's workers, as in a job that
-is not elastic.
+`rank_assignments`. Once nothing can follow, `first_failure` judges the ends of the last generation's workers, as in a
+job that is not elastic.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
+
+from hvdlite_wire.assignments import Dismissal, RankAssignment
 
 from ..plan.worker_environment import elastic_environment
 from ..system.signals import shell_code, signal_name
@@ -52,8 +54,8 @@ from .membership import (
     Say,
     StartWorker,
 )
+from .rank_assignments import RankAssignments, Store
 from .refused_links import MOST_FAILED_MEETINGS, RefusedLinks
-from .seats import Seats, Store
 
 
 class Screen(Protocol):
@@ -95,7 +97,7 @@ class ElasticJob:
         self._hosts = hosts
         self._ending = ending
         self._roster = roster
-        self._seats = Seats(store)
+        self._assignments = RankAssignments(store)
         self._hangs = Hangs(hang_timeout_s, store, ending.clock, post)
         self._links = CutLinks(hang_timeout_s)
         self._refused = RefusedLinks()
@@ -169,7 +171,7 @@ class ElasticJob:
                 self._have_met = True
                 self._refused.forget_all()
         elif isinstance(event, InitFailed) and event.after == 0:
-            if self._seats.take_back(event.worker):
+            if self._assignments.take_back(event.worker):
                 self._do(self._membership.takes_back(event.worker, self._now()))
         elif isinstance(event, InitFailed):
             self._on_failed_meeting(event)
@@ -177,7 +179,7 @@ class ElasticJob:
             return
         after = event.after or 0
         self._have_run.add(self._roster[event.worker].host)
-        self._seats.asked(event.worker, after)
+        self._assignments.asked(event.worker, after)
         self._hangs.begin(event.worker)
         if self._membership.current is None and self._late_at is None:
             self._late_at = self._now() + self._start_timeout_s
@@ -189,7 +191,7 @@ class ElasticJob:
         is_rank = published is not None and event.after == published.number and self._is_member(event.worker)
         if published is None or not is_rank or not event.is_unconnected or self._is_met():
             return
-        self._seats.revoke(published.number, f"{self._name(event.worker)} could not connect to the other ranks")
+        self._assignments.revoke(published.number, f"{self._name(event.worker)} could not connect to the other ranks")
         # A rank that is lost refuses connections, too. In the first generation it is an error of the job.
         if self._have_met and not self._why_gone:
             host_of = {each.worker: each.place.host for each in published.members}
@@ -345,7 +347,7 @@ class ElasticJob:
             self._look_at_hosts()
 
     def _end_for_those_who_never_came(self) -> None:
-        absent = sorted(self._ending.running.difference(self._seats.those_who_asked))
+        absent = sorted(self._ending.running.difference(self._assignments.those_who_asked))
         if not absent or not self._decides():
             return
         hosts = ", ".join(dict.fromkeys(self._roster[number].host for number in absent))
@@ -392,12 +394,12 @@ class ElasticJob:
                     self._publish(generation)
                 case Notify(added, removed):
                     assert self._published is not None, "there is somebody to notify"
-                    self._seats.tell_of_hosts(self._published.number, added=added, removed=removed)
+                    self._assignments.tell_of_hosts(self._published.number, added=added, removed=removed)
                 case Dismiss(worker, why):
                     self._dismissed.add(worker)
                     if self._is_member(worker):
                         self._why_gone[worker] = f"{self._name(worker)} has left: {why}"
-                    self._seats.give(worker, {"dismissed": why})
+                    self._assignments.give(worker, Dismissal(why))
                 case EndWorkers(workers, why, is_failure):
                     self._end_workers(workers, why, is_failure=is_failure)
                 case Say(text):
@@ -491,11 +493,10 @@ class ElasticJob:
                 f"{name_workers(now)} on {', '.join(dict.fromkeys(each.place.host for each in generation.members))}"
             ]
         self.table.add(Row(generation.number, self._now() - self._began_at, len(now), came, left))
-        self._seats.begin(generation.number)
+        self._assignments.begin(generation.number)
         newcomers = sum(each.since == generation.number for each in generation.members)
-        seat = {"generation": generation.number, "size": len(now), "newcomers": newcomers}
         for worker, rank in now.items():
-            self._seats.give(worker, {**seat, "rank": rank})
+            self._assignments.give(worker, RankAssignment(generation.number, rank, len(now), newcomers))
 
     def _count_failed_meetings(self) -> None:
         """Ends the job if several generations in a row cannot connect, though no rank is lost."""
@@ -521,12 +522,12 @@ class ElasticJob:
         lost = [worker for worker in workers if worker in members]
         self._why_gone.update(dict.fromkeys(lost, why))
         if lost and self._published is not None:
-            self._seats.revoke(self._published.number, why)
+            self._assignments.revoke(self._published.number, why)
 
     def _forget(self, worker: int) -> None:
         """Deletes what the store has of a worker that has ended. The roster keeps it until it is reported."""
         self._living.discard(worker)
-        self._seats.forget(worker)
+        self._assignments.forget(worker)
         self._hangs.forget(worker)
         self._links.forget(worker)
         self._kill_at.pop(worker, None)

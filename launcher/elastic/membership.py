@@ -18,8 +18,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from hvdlite_wire.assignments import NewWorkerPolicy
+
 from ..plan.elastic_spec import OnFailure, Policy
-from ..wire.messages import Newcomers
 from .host_slots import HostSlots, Place
 
 # After this time the user is told for which workers of the last generation the next one waits.
@@ -117,7 +118,7 @@ class _Worker:
     # The last generation that it was in (0 if none), once it asks for the next one.
     asks_after: int | None = None
     # What it says, as it asks, of workers that have been in no generation.
-    newcomers: Newcomers = Newcomers.WELCOME
+    newcomers: NewWorkerPolicy = NewWorkerPolicy.WELCOME
     # Why it was told to end, if it was; its end is then no failure.
     why_dismissed: str | None = None
     is_being_ended: bool = False
@@ -182,7 +183,9 @@ class Membership:
         self._slots.found(hosts)
         return self._go_on(now_s)
 
-    def asks(self, worker: int, after: int, now_s: float, newcomers: Newcomers = Newcomers.WELCOME) -> list[Action]:
+    def asks(
+        self, worker: int, after: int, now_s: float, newcomers: NewWorkerPolicy = NewWorkerPolicy.WELCOME
+    ) -> list[Action]:
         """A worker asks for the generation after ``after``, which is 0 if it has been in none."""
         if worker in self._workers:
             self._workers[worker].asks_after = after
@@ -247,7 +250,7 @@ class Membership:
     def waiting_for_ranks(self) -> set[int]:
         """Returns the workers in hvd.init() that wait for what the ranks of the current generation do.
 
-        Not a spare, nor a worker with which the ranks cannot go on: these get a seat only once a rank is lost, if ever.
+        Not a spare, nor a worker with which the ranks cannot go on: these get a rank only once a rank is lost, if ever.
         """
         if self.current is None:
             return {each.number for each in self._workers.values() if each.asks_after is not None}
@@ -354,9 +357,9 @@ class Membership:
             return
         if self.current is None and self._has_starting():
             return
-        newcomers = max((each.newcomers for each in leaving), default=Newcomers.WELCOME)
+        newcomers = max((each.newcomers for each in leaving), default=NewWorkerPolicy.WELCOME)
         is_enough = len(leaving) >= self._least()
-        if newcomers is Newcomers.NEVER or (newcomers is Newcomers.IF_NEEDED and is_enough):
+        if newcomers is NewWorkerPolicy.NEVER or (newcomers is NewWorkerPolicy.IF_NEEDED and is_enough):
             joiners = []
         first = leaving
         if len(leaving) > 1 and joiners and self._hands_over():
@@ -368,7 +371,7 @@ class Membership:
             yield from self._wait_for_more(wait, now_s)
         else:
             # Where these are to come later, they only have to be there.
-            yield from self._publish(leaving if newcomers is Newcomers.AFTERWARDS else candidates)
+            yield from self._publish(leaving if newcomers is NewWorkerPolicy.AFTERWARDS else candidates)
             if not self._is_over:
                 # Those that could not come into this one come into the next.
                 yield from self._notify(self._members(), self._joiners())
@@ -438,7 +441,7 @@ class Membership:
             numbers = ", ".join(str(each.number) for each in asking)
             waits = f"worker {numbers} waits" if len(asking) == 1 else f"workers {numbers} wait"
             yield from self._end(f"{self._done[0]} ended with exit code 0, and {waits} for it in hvd.init()")
-        elif any(each.newcomers is Newcomers.WELCOME for each in asking):
+        elif any(each.newcomers is NewWorkerPolicy.WELCOME for each in asking):
             # They go back to a commit, to train again what needs those that are done.
             yield from self._end(None)
         elif late := [each for each in living if each.asks_after is None]:
@@ -591,7 +594,7 @@ class Membership:
         """Returns those of `_joiners` with which the ranks can go on, and for which there is room."""
         members = self._members()
         # What the ranks said as they asked the last time holds for this generation, too.
-        can_go_on = all(each.newcomers is not Newcomers.NEVER for each in members)
+        can_go_on = all(each.newcomers is not NewWorkerPolicy.NEVER for each in members)
         return self._joiners() if can_go_on and len(members) < self._most() else []
 
     def _may_join(self, worker: _Worker) -> bool:

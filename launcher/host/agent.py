@@ -26,6 +26,8 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
+from hvdlite_wire.addresses import interface_with
+
 from ..errors import LauncherError, ProtocolError, in_words
 from ..plan.python_command import parse_python
 from ..plan.worker_environment import job_dir, left_file, peer_left_file, peer_lost_file, progress_file, store_socket
@@ -374,7 +376,7 @@ def _interface_for(chosen: str | None, peers: Collection[str]) -> str | None:
     if not peers:
         return network.loopback_interface()
     try:
-        return network.interface_with(network.address_towards(peers))
+        return interface_with(network.address_towards(peers))
     except LauncherError as error:
         raise LauncherError(f"{error}; {_WHICH}") from None
 

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvdlite_wire.processes import stat_of
+
 from ..plan.worker_environment import progress_file
 from ..wire.messages import Progressed
 from .host_load import HostLoad
@@ -28,6 +30,8 @@ _MOST_BYTES = 1 << 16
 _SOCKET = re.compile(r"r([0-9]+)")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# The numbers of fields in proc(5).
+_PARENT, _USER_TIME, _SYSTEM_TIME, _RESIDENT_PAGES = 4, 14, 15, 24
 
 
 @dataclass
@@ -188,24 +192,15 @@ def _names_in(directory: str) -> list[str]:
 
 def _usage(pid: int) -> tuple[float, int]:
     """Returns a process' seconds of processor time and bytes of memory; zeros if it has ended or there is no /proc."""
-    if (fields := _stat(pid)) is None:
+    if (stat := stat_of(pid)) is None:
         return 0.0, 0
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S, int(fields[21]) * _PAGE_BYTES
+    return (stat[_USER_TIME] + stat[_SYSTEM_TIME]) / _TICKS_PER_S, stat[_RESIDENT_PAGES] * _PAGE_BYTES
 
 
 def _parent_of(pid: int) -> int | None:
     """Returns the process' parent; None if it has none, has ended, or there is no /proc."""
-    fields = _stat(pid)
-    return None if fields is None else int(fields[1]) or None
-
-
-def _stat(pid: int) -> list[bytes] | None:
-    """Returns the fields of a process' /proc/<pid>/stat, from its state on; None if it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
+    stat = stat_of(pid)
+    return None if stat is None else stat[_PARENT] or None
 
 
 def _parsed(answer: bytes | bytearray) -> dict[str, Any]:

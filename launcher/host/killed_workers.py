@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from hvdlite_wire.processes import exit_statuses
+
 # Of each worker: whichever of its threads takes down the memory ends last, and the others tell.
 _THREADS = 4
 _LOOK_EACH_S = 0.002
@@ -27,9 +29,6 @@ _LOOKS = 100
 
 _SYS_PIDFD_OPEN = 434
 _PIDFD_THREAD = os.O_EXCL
-# Of the kernel's flags of a task, the fourth field behind its state in /proc/PID/task/TID/stat.
-_PF_EXITING = 0x4
-_FLAGS, _EXIT_CODE = 6, 49
 
 
 class KilledWorkers:
@@ -106,20 +105,9 @@ def killed_by(pid: int) -> int | None:
 
     None too where that cannot be read, since this process can open no more files.
     """
-    signum = None
-    for thread in _threads_of(pid):
-        try:
-            with open(f"/proc/{pid}/task/{thread}/stat") as file:
-                fields = file.read().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):  # it has ended entirely
-            continue
-        except OSError:
-            return None
-        if not int(fields[_FLAGS]) & _PF_EXITING:
-            return None
-        # A wait status: 0 in the lowest seven bits if the program has ended by itself.
-        signum = int(fields[_EXIT_CODE]) & 0x7F or signum
-    return signum
+    # The lowest seven bits of a wait status are 0 if the program has ended by itself.
+    signals = [signum for status in exit_statuses(pid) if (signum := status & 0x7F)]
+    return signals[-1] if signals else None
 
 
 def _threads_of(pid: int) -> list[int]:

@@ -9,7 +9,7 @@ The variables are the public contract between hvdlite-run and hvdlite, or any ot
     HVDLITE_ELASTIC                         1 in an elastic job, else not set
     HVDLITE_HOST                            this host, as the user named it
     HVDLITE_STORE                           the rendezvous store: unix:// and the path, unquoted, of the socket on which
-                                            the host's agent answers the requests in `worker_requests`
+                                            the host's agent answers the requests in `hvdlite_wire.store_requests`
     HVDLITE_JOB_DIR                         the job's private directory on this host, removed at the job's end
     HVDLITE_CHAOS                           with --chaos, the worker's own faults (see `chaos_spec.worker_form`), for
                                             which it asks under chaos/ in the store (see `elastic.chaos_job`)

@@ -16,8 +16,9 @@ import os
 import time
 from collections.abc import Callable
 
+from hvdlite_wire.safe_paths import write_all, write_file
+
 from ..errors import UsageError, why_not_written
-from ..system.safe_files import create, write_all
 from ..wire.messages import Output, Stream
 from .lines import MAX_LINE_BYTES
 
@@ -34,7 +35,7 @@ class JsonLog:
         self._clock = clock
         self._rest: dict[tuple[int, Stream], bytes] = {}
         try:
-            self._fd: int | None = _open_again(path) if is_continued else create(path)
+            self._fd: int | None = _open_again(path) if is_continued else write_file(path)
             # So that two jobs with one file do not overwrite each other's lines.
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_APPEND)
         except OSError as error:
@@ -112,7 +113,7 @@ def _open_again(path: str) -> int:
     try:
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     except FileNotFoundError:  # removed meanwhile
-        return create(path)
+        return write_file(path)
 
 
 def _last_state(line: bytes) -> bytes:

@@ -3,7 +3,7 @@
 In an elastic job, in which ranks change, they are ``DIR/worker.N/stdout`` and ``DIR/worker.N/stderr``.
 
 `screen` calls it, in its thread. The N of ranks has as many digits as the highest rank, so that the directories sort.
-The files hold the worker's bytes without prefixes, and replace those of an earlier job. `safe_files` opens them, safely
+The files hold the worker's bytes without prefixes, and replace those of an earlier job. `safe_paths` opens them, safely
 also in a directory that other users can write. Once workers run, a file that cannot be written is told, and left out.
 """
 
@@ -13,8 +13,9 @@ import os
 from collections import deque
 from collections.abc import Iterable, Mapping
 
+from hvdlite_wire.safe_paths import write_all, write_file
+
 from ..errors import UsageError, why_not_written
-from ..system.safe_files import create, write_all
 from ..wire.messages import Output, Stream
 
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
@@ -68,7 +69,7 @@ class OutputFiles:
         try:
             for stream in _STREAMS:
                 path = os.path.join(self._directory, name, stream)
-                files[worker, stream] = path, create(path)
+                files[worker, stream] = path, write_file(path)
         except OSError:
             for _, fd in files.values():
                 os.close(fd)

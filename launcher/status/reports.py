@@ -13,8 +13,9 @@ import os
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+from hvdlite_wire.safe_paths import write_file
+
 from ..errors import why_not_written
-from ..system.safe_files import create
 from ..wire.messages import ReportAsked, Reported, Stalled, Unresponsive
 from .rank_facts import RankFacts, read_facts
 from .report_text import Report
@@ -177,7 +178,7 @@ class Reports:
 
 
 def _write_file(path: str, text: str) -> None:
-    fd = create(path)
+    fd = write_file(path)
     try:
         # The user's locale may lack the letters of a program's names.
         with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:

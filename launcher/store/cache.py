@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ..errors import ProtocolError
+from hvdlite_wire.assignments import NewWorkerPolicy
+from hvdlite_wire.errors import MessageError
+from hvdlite_wire.store_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, generation_of, pack, unpack
+
 from ..wire.agent_frames import read_links, read_refusals
-from ..wire.messages import Alive, InitDone, InitFailed, InitStarted, Newcomers, Stalled
+from ..wire.messages import Alive, InitDone, InitFailed, InitStarted, Stalled
 from ..wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, StoreCommand, StoreEvent, Want
-from ..wire.worker_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, generation_of, pack, unpack
 
 Reply = Callable[[int, bytes], None]
 
@@ -89,7 +91,7 @@ class Cache:
                     reply(DONE, b"")
                 case _:
                     return self._ask(operation, payload, reply)
-        except ProtocolError as error:
+        except MessageError as error:
             reply(FAILED, str(error).encode())
         return _nothing
 
@@ -167,10 +169,10 @@ class Cache:
                 self._send(what(worker))
             case [worker, after]:
                 self._send(what(worker, after))
-            case [worker, after, newcomers] if newcomers in list(Newcomers):
-                self._send(InitStarted(worker, after, Newcomers(newcomers)))
+            case [worker, after, newcomers] if newcomers in list(NewWorkerPolicy):
+                self._send(InitStarted(worker, after, NewWorkerPolicy(newcomers)))
             case _:
-                raise ProtocolError("what a worker says of newcomers is 0, 1, 2 or 3")
+                raise MessageError("what a worker says of newcomers is 0, 1, 2 or 3")
 
     def _say_alive(self, parts: list[bytes]) -> None:
         worker, number, waited_ms = self._numbers(parts[:3], least=3, most=3)
@@ -180,15 +182,15 @@ class Cache:
             case [links]:
                 self._send(Alive(worker, number, waited_ms / 1000, *read_links(links)))
             case _:
-                raise ProtocolError("an answer has at most four parts")
+                raise MessageError("an answer has at most four parts")
 
     def _numbers(self, parts: list[bytes], *, least: int, most: int) -> list[int]:
         """Returns the numbers that a worker has sent; the first is its own."""
         if not least <= len(parts) <= most or not all(part.isdigit() and len(part) < 10 for part in parts):
-            raise ProtocolError("a worker's number is expected, and further numbers")
+            raise MessageError("a worker's number is expected, and further numbers")
         numbers = [int(part) for part in parts]
         if numbers[0] not in self._workers:
-            raise ProtocolError("no such worker on this host")
+            raise MessageError("no such worker on this host")
         return numbers
 
 

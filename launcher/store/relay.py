@@ -13,8 +13,9 @@ import selectors
 import socket
 from collections.abc import Callable
 
-from ..errors import ProtocolError
-from ..wire.worker_requests import RequestDecoder, frame
+from hvdlite_wire.errors import MessageError
+from hvdlite_wire.store_requests import RequestDecoder, frame
+
 from .cache import Cache
 
 _READ_BYTES = 1 << 16
@@ -105,7 +106,7 @@ class _Connection:
                     self._forget = forget
         except BlockingIOError:
             pass
-        except (OSError, ProtocolError):
+        except (OSError, MessageError):
             self.close()
 
     def _reply(self, code: int, payload: bytes) -> None:

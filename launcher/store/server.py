@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from ..errors import ProtocolError
-from ..wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, StoreCommand, StoreEvent, Want
-from ..wire.worker_requests import (
+from hvdlite_wire.errors import MessageError
+from hvdlite_wire.store_requests import (
     CHUNK_BYTES,
     DONE,
     FAILED,
@@ -31,6 +30,8 @@ from ..wire.worker_requests import (
     pack,
     unpack,
 )
+
+from ..wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, StoreCommand, StoreEvent, Want
 
 # Maps the old value to the new value and the answer; None means that the key is not set.
 _Change = Callable[[bytes | None], tuple[bytes | None, bytes]]
@@ -167,7 +168,7 @@ class Store:
     def _ask(self, ask: Ask, reply: _Reply) -> None:
         try:
             self._do(ask, reply)
-        except ProtocolError as error:
+        except MessageError as error:
             reply(FAILED, str(error).encode())
 
     def _do(self, ask: Ask, reply: _Reply) -> None:
@@ -189,7 +190,7 @@ class Store:
             case StoreRequest.DELETE, [key]:
                 self._change(key, lambda old: (None, pack([_truth(old is not None)])), reply)
             case operation, parts:
-                raise ProtocolError(f"the store has no operation {operation} with {len(parts)} arguments")
+                raise MessageError(f"the store has no operation {operation} with {len(parts)} arguments")
 
     def _set(self, parts: Sequence[bytes], reply: _Reply) -> None:
         """Sets several keys, and answers when all are set."""
@@ -219,7 +220,7 @@ class Store:
         old = self._values.get(key)
         try:
             new, answer = change(old)
-        except ProtocolError as error:
+        except MessageError as error:
             reply(FAILED, f"{key[:200].decode(errors='replace')!r}: {error}".encode())
             return
         if new != old:
@@ -281,15 +282,15 @@ def _compare_set(expected: bytes, desired: bytes, old: bytes | None) -> tuple[by
 def _append(tail: bytes, limit: int, old: bytes | None) -> tuple[bytes, bytes]:
     new = (old or b"") + tail
     if len(new) > limit:
-        raise ProtocolError(f"a value in the store has at most {limit} bytes")
+        raise MessageError(f"a value in the store has at most {limit} bytes")
     return new, b""
 
 
 def _number(text: bytes) -> int:
-    """Returns the number in ``text``. Raises `ProtocolError` if it is none or has more digits than 64 bits allow."""
+    """Returns the number in ``text``. Raises `MessageError` if it is none or has more digits than 64 bits allow."""
     digits = text[1:] if text[:1] == b"-" else text
     if not digits.isdigit() or len(digits) > 19:
-        raise ProtocolError("only numbers can be added to")
+        raise MessageError("only numbers can be added to")
     return int(text)
 
 

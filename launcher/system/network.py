@@ -1,51 +1,19 @@
-"""Finds this host's address as other hosts reach it, and the network interface with a given address.
-
-The kernel knows the routes: connecting a UDP socket gives it the source address of the route and sends nothing.
-Interface names are never compared between hosts, where they may differ.
-"""
+"""Finds this host's address as other hosts of a job reach it, and reserves a port for rank 0."""
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from hvdlite_wire.addresses import ELSEWHERE, LOOPBACK, addresses_towards, interface_with, interfaces
+
 from ..errors import LauncherError
-
-_FAMILIES = (socket.AF_INET, socket.AF_INET6)
-# Addresses reserved for documentation (RFC 5737, RFC 3849): no host has them, but they use the default route.
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-_ANY_PORT = 9
-
-
-def interfaces() -> dict[str, list[str]]:
-    """Returns the addresses of each interface: IPv4 before IPv6, link-local ones last."""
-    import psutil  # noqa: PLC0415  # costs 20 ms, seldom needed
-
-    return {
-        name: sorted((a.address for a in addresses if a.family in _FAMILIES), key=_least_useful_last)
-        for name, addresses in psutil.net_if_addrs().items()
-    }
-
-
-def _least_useful_last(address: str) -> tuple[bool, bool]:
-    parsed = ipaddress.ip_address(address)
-    return parsed.is_link_local, parsed.version == 6
-
-
-def interface_with(address: str) -> str | None:
-    """Returns the name of the interface with this address, or None."""
-    wanted = ipaddress.ip_address(address)
-    for name, addresses in interfaces().items():
-        if any(ipaddress.ip_address(own) == wanted for own in addresses):
-            return name
-    return None
 
 
 def loopback_interface() -> str | None:
-    return interface_with("127.0.0.1") or interface_with("::1")
+    return interface_with(LOOPBACK) or interface_with("::1")
 
 
 def first_there(names: str) -> str:
@@ -67,11 +35,7 @@ def address_of(interface: str) -> str:
 
 def address_on_route(peer: str) -> str | None:
     """Returns this host's address on the route to ``peer``, an IP address; None if there is no route."""
-    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, _ANY_PORT))
-        return str(probe.getsockname()[0])
-    return None
+    return next(addresses_towards(peer), None)
 
 
 def address_towards(peers: Iterable[str]) -> str:
@@ -92,7 +56,7 @@ def own_address(environ: Mapping[str, str]) -> str | None:
     """Returns this host's address as the launcher reaches it by ssh, else its address on the default route."""
     if len(fields := environ.get("SSH_CONNECTION", "").split()) == 4:
         return fields[2].partition("%")[0]
-    return next(filter(None, map(address_on_route, _ELSEWHERE)), None)
+    return next(filter(None, map(address_on_route, ELSEWHERE)), None)
 
 
 def some_address() -> str | None:

@@ -16,6 +16,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from hvdlite_wire.assignments import NewWorkerPolicy
+from hvdlite_wire.errors import MessageError
+
 from ..errors import ProtocolError
 from . import store_messages
 from .messages import (
@@ -31,7 +34,6 @@ from .messages import (
     Input,
     InputWanted,
     Message,
-    Newcomers,
     Output,
     OutputTaken,
     PeakMemory,
@@ -174,7 +176,7 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
         },
     ),
     Beat: (8, {}),
-    InitStarted: (9, {**_OF_INIT, "newcomers": lambda value: Newcomers(_number(0, 3)(value))}),
+    InitStarted: (9, {**_OF_INIT, "newcomers": lambda value: NewWorkerPolicy(_number(0, 3)(value))}),
     InitDone: (10, _OF_INIT),
     InitFailed: (
         14,
@@ -231,25 +233,25 @@ FROM_AGENT = _KINDS - _OF_LAUNCHER
 def read_links(data: bytes) -> tuple[tuple[str, ...], dict[str, float]]:
     """Returns a worker's own addresses and its silent ones, for `Alive`, from what the worker sends.
 
-    Raises `ProtocolError` for anything else.
+    Raises a `MessageError` for anything else.
     """
     try:
         addresses, silent_s = json.loads(data)
         return _each(_address)(addresses), _silences(silent_s)
     except _WRONG as error:
-        raise ProtocolError(f"what a worker says of its connections is wrong: {data[:40]!r}") from error
+        raise MessageError(f"what a worker says of its connections is wrong: {data[:40]!r}") from error
 
 
 def read_refusals(data: bytes) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns a worker's own addresses and those that refused it, for `InitFailed`, from what the worker sends.
 
-    Raises `ProtocolError` for anything else.
+    Raises a `MessageError` for anything else.
     """
     try:
         addresses, refused_by = json.loads(data)
         return _each(_address)(addresses), _each(_address)(refused_by)
     except _WRONG as error:
-        raise ProtocolError(f"what a worker says of its connections is wrong: {data[:40]!r}") from error
+        raise MessageError(f"what a worker says of its connections is wrong: {data[:40]!r}") from error
 
 
 def encode(message: Message) -> bytes:
@@ -309,7 +311,10 @@ def _decode(kind: int, number: int, payload: bytes) -> Message:
     if kind == _INPUT_KIND:
         return Input(number, payload)
     if kind in store_messages.KINDS:
-        return store_messages.from_wire(kind, number, payload)
+        try:
+            return store_messages.from_wire(kind, number, payload)
+        except MessageError as error:
+            raise ProtocolError("invalid frame of the store") from error
     message, fields = _JSON_BY_KIND[kind]
     try:
         given = json.loads(payload)

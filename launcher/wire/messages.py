@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Literal
+
+from hvdlite_wire.assignments import NewWorkerPolicy
 
 from .store_messages import StoreCommand, StoreEvent
 
@@ -51,28 +52,16 @@ class InputWanted:
     worker: int
 
 
-class Newcomers(IntEnum):
-    """Whether a worker can go on in a generation that has workers which were in none before."""
-
-    WELCOME = 0
-    IF_NEEDED = 1
-    """Only if there are fewer than --min-np without them: its step is then begun again."""
-    AFTERWARDS = 2
-    """In the generation after that, for which they must be there if there are fewer than --min-np without them."""
-    NEVER = 3
-    """Its program could not give them the state of its training."""
-
-
 @dataclass(frozen=True)
 class InitStarted:
     """A worker has entered hvd.init().
 
-    ``after``: in an elastic job, the last generation that it was given a seat in, 0 if it was in none; else None.
+    ``after``: in an elastic job, the last generation that it was given a rank in, 0 if it was in none; else None.
     """
 
     worker: int
     after: int | None = None
-    newcomers: Newcomers = Newcomers.WELCOME
+    newcomers: NewWorkerPolicy = NewWorkerPolicy.WELCOME
 
 
 @dataclass(frozen=True)
@@ -87,7 +76,7 @@ class InitDone:
 class InitFailed:
     """A worker's hvd.init() has raised an exception. The worker no longer waits in it; its program may continue.
 
-    ``after`` 0, in an elastic job: it takes back that it has asked for a first seat, since it stands by (`seats`).
+    ``after`` 0, in an elastic job: it takes back that it has asked for a first rank, since it stands by.
     ``is_unconnected``: in an elastic job, it could not connect to the other ranks of generation ``after``. Then
     ``addresses`` are its own for connections to other hosts, and ``refused_by`` are those that refused it, if known.
     """

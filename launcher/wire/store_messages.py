@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import ProtocolError
-from .worker_requests import pack, unpack
+from hvdlite_wire.errors import MessageError
+from hvdlite_wire.store_requests import pack, unpack
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Ask:
-    """A worker's request, forwarded unchanged (see `worker_requests`).
+    """A worker's request, forwarded unchanged (see `hvdlite_wire.store_requests`).
 
     ``number`` is chosen by the agent and repeated in the `Answer`.
     """
@@ -108,5 +108,5 @@ def from_wire(kind: int, number: int, payload: bytes) -> StoreEvent | StoreComma
     if kind == _REVOKE_KIND:
         return Revoke(number, payload.decode(errors="replace"))
     if kind == _HAVE_KIND or not payload:
-        raise ProtocolError("invalid frame of the store")
+        raise MessageError("invalid frame of the store")
     return (Ask if kind == _ASK_KIND else Answer)(number, payload[0], payload[1:])

@@ -26,11 +26,11 @@ from hvdlite_launcher.wire.messages import (
     InitStarted,
     Lost,
     LostInCommit,
-    Newcomers,
     StepDiscarded,
 )
 from hvdlite_launcher.workers.ending import Ending
 from hvdlite_launcher.workers.roster import Roster
+from hvdlite_wire.assignments import NewWorkerPolicy
 
 TIME_PASSES = object()
 
@@ -164,7 +164,7 @@ def begins(**hosts):
     return [HostsFound(hosts), *answers, *asks, *(InitDone(worker, 1) for worker in range(size))]
 
 
-def again(*workers, after: int, newcomers: Newcomers = Newcomers.NEVER):
+def again(*workers, after: int, newcomers: NewWorkerPolicy = NewWorkerPolicy.NEVER):
     """These workers come to the next generation, and are connected."""
     asks = [InitStarted(worker, after, newcomers) for worker in workers]
     return [*asks, *(InitDone(worker, after + 1) for worker in workers)]
@@ -193,9 +193,9 @@ def test_a_worker_that_asks_for_its_fault_is_answered_and_the_fault_is_reported(
 @pytest.mark.parametrize(
     ("newcomers", "lost"),
     [
-        (Newcomers.WELCOME, "back to the last commit"),
-        (Newcomers.IF_NEEDED, "nothing: finished within the step"),
-        (Newcomers.NEVER, "nothing: finished within the step"),
+        (NewWorkerPolicy.WELCOME, "back to the last commit"),
+        (NewWorkerPolicy.IF_NEEDED, "nothing: finished within the step"),
+        (NewWorkerPolicy.NEVER, "nothing: finished within the step"),
     ],
 )
 def test_what_was_lost_follows_from_what_the_others_say_of_newcomers(newcomers, lost):
@@ -219,8 +219,8 @@ def test_one_that_was_not_within_the_step_takes_all_back_to_the_commit():
         *begins(a=3),
         FaultAsked(1, 0, 0, 7),
         killed(1),
-        InitStarted(0, 1, Newcomers.NEVER),
-        InitStarted(2, 1, Newcomers.WELCOME),
+        InitStarted(0, 1, NewWorkerPolicy.NEVER),
+        InitStarted(2, 1, NewWorkerPolicy.WELCOME),
         InitDone(0, 2),
         InitDone(2, 2),
     )
@@ -232,7 +232,7 @@ def test_one_that_was_not_within_the_step_takes_all_back_to_the_commit():
     [(1, "nothing: back to the commit in which it was lost"), (2, "back to the last commit")],
 )
 def test_going_back_to_a_commit_in_which_a_rank_was_lost_loses_nothing(generation, lost):
-    back = again(0, 2, after=1, newcomers=Newcomers.WELCOME)
+    back = again(0, 2, after=1, newcomers=NewWorkerPolicy.WELCOME)
     played = Played([KILL_1], *begins(a=3), FaultAsked(1, 0, 0, 7), killed(1), LostInCommit(generation), *back)
     assert [each.lost for each in played.report.records] == [lost]
 
@@ -244,7 +244,7 @@ def test_a_step_that_needs_new_workers_is_begun_again():
         *begins(a=2),
         FaultAsked(1, 0, 0, 7),
         killed(1),
-        InitStarted(0, 1, Newcomers.IF_NEEDED),
+        InitStarted(0, 1, NewWorkerPolicy.IF_NEEDED),
         InitStarted(2, 0),
         InitDone(0, 2),
         InitDone(2, 2),

@@ -14,14 +14,16 @@ from e2e.conftest import PATIENCE_S, assert_clean, wait_until
 
 pytestmark = pytest.mark.slow
 
-# Asks for its seat and meets the others, and says so. A rank with a file DIR/kill.GENERATION.RANK kills itself; rank 0
+# Asks for its rank and meets the others, and says so. A rank with a file DIR/kill.GENERATION.RANK kills itself; rank 0
 # leaves with the others when hosts have changed. The job is over in the generation of a file DIR/over.GENERATION, or
 # when it has as many ranks as a file DIR/enough.SIZE says. With a number of ranks in its arguments, a worker that takes
 # the place of a lost one asks only when a generation without that one has begun, so that none is left out. A worker
 # with a file DIR/imports.NUMBER has not come as far as hvd.init() while the file is there.
 WORKER = """
-import json, os, signal, sys, time
-from hvdlite.rendezvous.store_client import StoreClient, StoreRequest
+import os, signal, sys, time
+from hvdlite_wire.assignments import ANSWERS, Dismissal, assignment_key
+from hvdlite_wire.store_requests import StoreRequest
+from hvdlite.rendezvous.store_client import StoreClient
 
 directory, me, after = sys.argv[1], os.environ["HVDLITE_WORKER"].encode(), 0
 client = StoreClient.from_url(os.environ["HVDLITE_STORE"])
@@ -40,21 +42,21 @@ if os.path.exists(f"{directory}/imports.{me.decode()}"):
         time.sleep(0.01)
 while True:
     client.request(StoreRequest.INIT_STARTED, [me, b"%d" % after])
-    seat = json.loads(client.get([b"seat/%b/%d" % (me, after)])[0])
-    if "dismissed" in seat:
-        print("dismissed:", seat["dismissed"], flush=True)
+    given = ANSWERS.decode(client.get([assignment_key(int(me), after)])[0])
+    if isinstance(given, Dismissal):
+        print("dismissed:", given.why, flush=True)
         sys.exit()
-    world, rank, size = b"world%d/" % seat["generation"], seat["rank"], seat["size"]
+    world, rank, size = f"{given.prefix}/".encode(), given.rank, given.size
     try:
         if rank == 0:
             note_size(size)
         client.set({world + b"%d" % rank: me})
         members = b" ".join(client.get([world + b"%d" % each for each in range(size)])).decode()
         client.request(StoreRequest.INIT_DONE, [me, b"%d" % after])
-        print(f"generation {seat['generation']}: {members} at {os.environ['LOCAL_RANK']}", flush=True)
-        if os.path.exists(f"{directory}/kill.{seat['generation']}.{rank}"):
+        print(f"generation {given.generation}: {members} at {os.environ['LOCAL_RANK']}", flush=True)
+        if os.path.exists(f"{directory}/kill.{given.generation}.{rank}"):
             os.kill(os.getpid(), signal.SIGKILL)
-        if os.path.exists(f"{directory}/over.{seat['generation']}") or os.path.exists(f"{directory}/enough.{size}"):
+        if os.path.exists(f"{directory}/over.{given.generation}") or os.path.exists(f"{directory}/enough.{size}"):
             client.set({world + b"over%d" % rank: b""})
             client.get([world + b"over%d" % each for each in range(size)])
             sys.exit()
@@ -63,7 +65,7 @@ while True:
         client.get([world + b"leave"])
     except ValueError as error:
         print("released:", error, flush=True)
-    after = seat["generation"]
+    after = given.generation
 """
 
 

@@ -81,8 +81,7 @@ class Client:
 client, number, after = Client(), me.encode(), 0
 while True:
     client.request(INIT_STARTED, [number, b"%d" % after])
-    seat = json.loads(client.request(GET, [b"seat/%b/%d" % (number, after)])[0])
-    after, rank, size = seat["generation"], seat["rank"], seat["size"]
+    _, after, rank, size, _ = json.loads(client.request(GET, [b"rank/%b/%d" % (number, after)])[0])
     world = b"world%d/" % after
     client.request(SET, [world + b"%d" % rank, number])
     client.request(GET, [world + b"%d" % each for each in range(size)])
@@ -107,8 +106,9 @@ WITH_TORCH = (
     + """
 import signal, time
 import torch, hvdlite.torch as hvd
-from hvdlite.rendezvous.store_client import StoreClient, StoreRequest
-from hvdlite.runtime.world import last_seat
+from hvdlite_wire.store_requests import StoreRequest
+from hvdlite.rendezvous.store_client import StoreClient
+from hvdlite.runtime.world import last_assignment
 
 hvd.init({arguments})
 client = StoreClient.from_url(os.environ["HVDLITE_STORE"])
@@ -132,7 +132,7 @@ def step():
 
 @hvd.elastic.run
 def train(state):
-    generation = last_seat().generation
+    generation = last_assignment().generation
     step()
     look(lambda: client.request(StoreRequest.COUNT), generation, hvd.rank() == 0)
     step()

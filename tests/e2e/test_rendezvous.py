@@ -11,7 +11,8 @@ pytestmark = pytest.mark.slow
 
 PRELUDE = """
 import os, signal, socket, sys, threading
-from hvdlite.rendezvous.store_client import StoreRequest, StoreClient
+from hvdlite_wire.store_requests import StoreRequest
+from hvdlite.rendezvous.store_client import StoreClient
 rank, size = int(os.environ["HVDLITE_RANK"]), int(os.environ["HVDLITE_SIZE"])
 store = StoreClient.from_url(os.environ["HVDLITE_STORE"])
 def all_are_here(what):

@@ -514,7 +514,7 @@ import os, signal
 from datetime import timedelta
 import hvdlite.runtime.elastic_world as elastic_world
 from hvdlite.rendezvous.launcher_store import LauncherStore
-from hvdlite.rendezvous.store_client import StoreRequest
+from hvdlite_wire.store_requests import StoreRequest
 
 elastic_world._GENERATION_LIMIT = timedelta(hours=1)
 ask = LauncherStore._ask

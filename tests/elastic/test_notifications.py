@@ -10,11 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hvdlite_wire.assignments import RankAssignment
 from local_store import local_agents
 
 from hvdlite.elastic import State, notifications
 from hvdlite.rendezvous import key_listener
-from hvdlite.rendezvous.seat import Seat
 from hvdlite.rendezvous.store_client import StoreClient
 
 PATIENCE_S = 60
@@ -53,8 +53,8 @@ def revoked(monkeypatch):
 @pytest.fixture(autouse=True)
 def world(monkeypatch, revoked):
     """Puts this process into generation 2 of an elastic job, as rank 0."""
-    seat = Seat(generation=2, rank=0, size=2, newcomers=0)
-    world = SimpleNamespace(seat=seat, topology=SimpleNamespace(rank=0), survival=None)
+    assignment = RankAssignment(generation=2, rank=0, size=2, newcomers=0)
+    world = SimpleNamespace(assignment=assignment, topology=SimpleNamespace(rank=0), survival=None)
     monkeypatch.setattr(notifications, "current_world", lambda: world)
     return world
 
@@ -142,6 +142,6 @@ def test_the_thread_ends_when_the_agent_does_and_that_revokes_nothing(agent, rev
 
 
 def test_a_world_that_is_not_of_an_elastic_job_has_no_such_thread(world):
-    world.seat = None
+    world.assignment = None
     with notifications.listening(Noted()):
         assert not listeners()

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hvdlite_wire.assignments import RankAssignment
 
 import hvdlite.torch as hvd
 from hvdlite.elastic import HostsUpdatedInterrupt, HostUpdates, State, run
 from hvdlite.errors import CommunicationError, MismatchError, NotInitializedError, PeerLostError, StateLostError
-from hvdlite.rendezvous.seat import Seat
 
 
 class Recorded(State):
@@ -46,13 +46,13 @@ def done(monkeypatch):
     monkeypatch.setattr(module, "has_state", lambda: True)
     monkeypatch.setattr(module, "note_state", lambda: None)
     monkeypatch.setattr(module, "listening", lambda state: contextlib.nullcontext())
-    in_world(monkeypatch, Seat(generation=2, rank=0, size=2, newcomers=0))
+    in_world(monkeypatch, RankAssignment(generation=2, rank=0, size=2, newcomers=0))
     return done
 
 
-def in_world(monkeypatch, seat, survival=None, *, stands_by=False):
+def in_world(monkeypatch, assignment, survival=None, *, stands_by=False):
     topology = SimpleNamespace(rank=0, size=2)
-    world = SimpleNamespace(seat=seat, topology=topology, survival=survival, stands_by=stands_by)
+    world = SimpleNamespace(assignment=assignment, topology=topology, survival=survival, stands_by=stands_by)
     monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "current_world", lambda: world)
     monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "is_initialized", lambda: True)
 
@@ -192,11 +192,11 @@ def test_a_commit_in_between_is_progress(done):
 
 def test_other_ranks_than_those_that_failed_try_again(done, monkeypatch):
     newcomers = iter([0, 0, 1, 0])
-    world = SimpleNamespace(seat=None, topology=SimpleNamespace(rank=0, size=2), survival=None, stands_by=False)
+    world = SimpleNamespace(assignment=None, topology=SimpleNamespace(rank=0, size=2), survival=None, stands_by=False)
 
     def seat_taken():
         done.append("enter")
-        world.seat = Seat(generation=3, rank=0, size=2, newcomers=next(newcomers))
+        world.assignment = RankAssignment(generation=3, rank=0, size=2, newcomers=next(newcomers))
 
     seat_taken()
     monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "current_world", lambda: world)
@@ -239,7 +239,7 @@ def test_a_program_that_has_not_called_init_is_told_so_once():
 
 
 def test_a_worker_that_stands_by_becomes_a_rank_before_anything_else(done, monkeypatch):
-    in_world(monkeypatch, Seat(generation=0, rank=1, size=2, newcomers=1), stands_by=True)
+    in_world(monkeypatch, RankAssignment(generation=0, rank=1, size=2, newcomers=1), stands_by=True)
     assert trained(done) == 7
     assert done == ["enter", "reset", "sync", "train"]
 
@@ -253,7 +253,8 @@ def who_trains(monkeypatch, have_state: dict[int, bool]):
         monkeypatch.setattr(module, "allreduce", allreduce)
         monkeypatch.setattr(module, "has_state", lambda: have_state[rank])
         world = SimpleNamespace(
-            seat=Seat(generation=3, rank=rank, size=len(have_state), newcomers=0), topology=SimpleNamespace(rank=rank)
+            assignment=RankAssignment(generation=3, rank=rank, size=len(have_state), newcomers=0),
+            topology=SimpleNamespace(rank=rank),
         )
         monkeypatch.setattr(module, "current_world", lambda: world)
         return module._must_sync(not have_state[rank])

@@ -61,14 +61,14 @@ class Worker:
         self.scenario = scenario
         self.directory = directory
         self.number = int(os.environ["HVDLITE_WORKER"])
-        self.seat: Any = None
+        self.assignment: Any = None
         self.state: Any = None
         self.has_synchronised = False
         self._file = os.open(directory / f"worker.{self.number}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._told: set[str] = set()
 
     def note(self, what: str, **details: object) -> None:
-        generation = None if self.seat is None else self.seat.generation
+        generation = None if self.assignment is None else self.assignment.generation
         line = {"at_s": time.monotonic(), "what": what, "generation": generation, **details}
         os.write(self._file, json.dumps(line).encode() + b"\n")
 
@@ -82,8 +82,8 @@ class Worker:
         # Once it has the state it may be the only one that has it, and its end would lose a commit.
         is_joiner = self.number >= self.scenario["ranks"] and not self.has_synchronised
         own = {"worker": self.number, "rank": None, "size": None, "stage": None}
-        if self.seat is not None:
-            own |= {"rank": self.seat.rank, "size": self.seat.size}
+        if self.assignment is not None:
+            own |= {"rank": self.assignment.rank, "size": self.assignment.size}
         if self.state is not None:
             own["stage"] = self.state.stage
         if any(fault[name] not in (None, mine) for name, mine in own.items()) or (fault["joiner"] and not is_joiner):
@@ -110,7 +110,7 @@ class Worker:
         """Rank 0 prints each event of this moment, which the test waits for."""
         for event in self.scenario["events"]:
             is_now = event["stage"] == self.state.stage and self.state.offset >= event["offset"]
-            if is_now and self.seat.rank == 0 and event["id"] not in self._told:
+            if is_now and self.assignment.rank == 0 and event["id"] not in self._told:
                 self._told.add(event["id"])
                 self.note("event", event=event["id"])
                 print("event", event["id"], flush=True)
@@ -121,8 +121,9 @@ class Worker:
 
 def place_faults_within_hvdlite(worker: Worker) -> None:
     """Makes points of hvd.init and of `State.sync` known to the worker."""
+    from hvdlite_wire.assignments import RankAssignment  # noqa: PLC0415
+
     from hvdlite.elastic import handover, notifications  # noqa: PLC0415  # tests that read the samples need neither
-    from hvdlite.rendezvous.seat import Seat  # noqa: PLC0415
     from hvdlite.runtime import elastic_world, make_world  # noqa: PLC0415
 
     exchange, revoke = make_world.exchange_rank_info, notifications.revoke
@@ -133,8 +134,8 @@ def place_faults_within_hvdlite(worker: Worker) -> None:
             worker.note("asks")
             worker.at("asking")
             found = wait(*arguments)
-            if isinstance(found, Seat):  # otherwise a program that it may join
-                worker.seat = found
+            if isinstance(found, RankAssignment):  # otherwise a program that it may join
+                worker.assignment = found
                 worker.note("seat", rank=found.rank, size=found.size, newcomers=found.newcomers)
             return found
 
@@ -155,8 +156,8 @@ def place_faults_within_hvdlite(worker: Worker) -> None:
         worker.at("sync, on its way")
         return handle
 
-    elastic_world.wait_for_seat = asked(elastic_world.wait_for_seat)
-    elastic_world.wait_for_seat_or_program = asked(elastic_world.wait_for_seat_or_program)
+    elastic_world.wait_for_rank = asked(elastic_world.wait_for_rank)
+    elastic_world.wait_for_rank_or_program = asked(elastic_world.wait_for_rank_or_program)
     make_world.exchange_rank_info = exchange_rank_info
     notifications.revoke = revoked
     handover.submit = in_the_middle

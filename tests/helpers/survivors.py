@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
+from hvdlite_wire.assignments import RankAssignment
 from ranks import attempt_ranks
 from torch import Tensor
 from worlds import PLAIN, WorldOfThread, _topology, instead_of_the_world
@@ -23,7 +24,6 @@ from hvdlite.comm.work import Work
 from hvdlite.control.connect import make_controller
 from hvdlite.control.generation import Generation
 from hvdlite.errors import PeerLostError
-from hvdlite.rendezvous.seat import Seat
 from hvdlite.runtime import survival as module
 from hvdlite.runtime.make_world import World
 from hvdlite.runtime.process_set_registry import Registry
@@ -152,7 +152,7 @@ class _Job:
         with self._lock:
             self._worlds[base.rank] = own = replace(own, survival=survival)
         self._shared.enter(own)
-        survival.begin(group, Seat(number + 1, place, len(members), 0))
+        survival.begin(group, RankAssignment(number + 1, place, len(members), 0))
 
 
 def _close(own: World) -> None:

@@ -123,8 +123,9 @@ def test_places_put_the_ranks_of_a_node_beside_each_other_and_show_each_its_own_
 def test_the_store_answers_as_torchs_own_stores_do():
     import asyncio  # noqa: PLC0415
 
+    from hvdlite_wire.store_requests import StoreRequest as R  # noqa: PLC0415
+
     from hvdlite.ray.store_actor import StoreActor  # noqa: PLC0415  # it needs Ray
-    from hvdlite.rendezvous.store_client import StoreRequest as R  # noqa: PLC0415
 
     async def answers() -> list[Any]:
         store = StoreActor()

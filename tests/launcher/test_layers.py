@@ -55,7 +55,7 @@ def test_every_module_has_its_place():
     there = {path.relative_to(ROOT).with_suffix("") for path in ROOT.rglob("*.py")}
     # A worker's interpreter imports host/path/sitecustomize, and no module does.
     others = ("__init__", "__main__", "sitecustomize")
-    modules = {".".join(path.parts) for path in there if path.name not in others}
+    modules = {".".join(path.parts) for path in there if path.name not in others and path.parts[0] != "hvdlite_wire"}
     assert modules == set(ORDER)
     assert len(ORDER) == len(TREES)
 
@@ -92,13 +92,13 @@ def test_tests_lie_in_the_folder_of_what_they_test():
     assert folders <= {(package,) for package in PACKAGES}
 
 
-def test_the_launcher_needs_the_standard_library_and_psutil_alone():
+def test_the_launcher_needs_the_standard_library_hvdlite_wire_and_psutil_alone():
     # The standard library has no YAML, cannot pickle functions of a notebook, and draws no tables; these packages are
     # imported only on use.
     exceptions = {"cli.config_file": {"yaml"}, "function.caller": {"cloudpickle"}, "status.live_view": {"rich"}}
     for name in ORDER:
         needed = set(foreign_imports(name))
-        assert needed - sys.stdlib_module_names <= {"psutil"} | exceptions.get(name, set()), name
+        assert needed - sys.stdlib_module_names <= {"psutil", "hvdlite_wire"} | exceptions.get(name, set()), name
 
 
 def test_a_plain_job_pays_for_neither_yaml_nor_pickling():

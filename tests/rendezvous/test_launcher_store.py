@@ -15,13 +15,14 @@ import torch.distributed as dist
 from forked import in_child
 from hvdlite_launcher.wire.messages import InitDone, InitFailed, InitStarted
 from hvdlite_launcher.wire.store_messages import Want
+from hvdlite_wire.store_requests import MAX_REQUEST_BYTES, StoreRequest
 from local_store import local_agents
 
 import hvdlite as hvd
 from hvdlite.errors import says_peer_lost
 from hvdlite.rendezvous import launcher_store
 from hvdlite.rendezvous.launcher_store import LauncherStore
-from hvdlite.rendezvous.store_client import MAX_REQUEST_BYTES, StoreClient, StoreRequest
+from hvdlite.rendezvous.store_client import StoreClient
 
 TIMEOUT = timedelta(seconds=60)
 

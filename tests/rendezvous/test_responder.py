@@ -5,10 +5,10 @@ from __future__ import annotations
 from unittest.mock import Mock
 
 import pytest
+from hvdlite_wire.store_requests import StoreRequest
 
 from hvdlite.rendezvous import responder
 from hvdlite.rendezvous.launchers import ElasticWorker
-from hvdlite.rendezvous.store_client import StoreRequest
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from hvdlite_wire.assignments import RankAssignment
 
 from hvdlite.errors import PeerLostError
-from hvdlite.rendezvous.seat import Seat
 from hvdlite.runtime import survival as module
 from hvdlite.runtime.survival import Note, Outcome, Survival
 
@@ -41,7 +41,7 @@ def survival_that_hears(monkeypatch, other, newcomers=0):
     monkeypatch.setattr(module, "StoreClient", SimpleNamespace(from_url=lambda _: Mock()))
     monkeypatch.setenv("HVDLITE_STORE", "unix:///nowhere")
     group = SimpleNamespace(all_gather_json=lambda own, what: [own, other(own)], describe_rank=str)
-    survival = Survival(lambda: survival.begin(group, Seat(2, 0, 2, newcomers)), lambda *_: None)
+    survival = Survival(lambda: survival.begin(group, RankAssignment(2, 0, 2, newcomers)), lambda *_: None)
     return survival
 
 

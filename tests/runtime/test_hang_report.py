@@ -12,8 +12,8 @@ import time
 
 import pytest
 import torch
+from hvdlite_wire.store_requests import StoreRequest
 
-from hvdlite.rendezvous.store_client import StoreRequest
 from hvdlite.runtime import hang_report, world
 from hvdlite.runtime.hang_report import HangReporter
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from unittest.mock import Mock
 
 import pytest
+from hvdlite_wire.assignments import NewWorkerPolicy, RankAssignment
 from long_run import trials
 
 from hvdlite.errors import CommunicationError, PeerLostError
-from hvdlite.rendezvous.seat import Newcomers, Seat
 from hvdlite.runtime import survival as module
 from hvdlite.runtime.survival import LastVotes, Outcome, Report, Settlement, Survival, settle
 
@@ -57,7 +57,7 @@ def told(*, is_new=False, is_in_step=False, passed=(), can_repeat=True, discarde
 
 def enter(survival, size, reports=None, newcomers=0):
     """Begins a world of this size, as hvd.init does."""
-    survival.begin(group_with(reports), Seat(1, 0, size, newcomers))
+    survival.begin(group_with(reports), RankAssignment(1, 0, size, newcomers))
 
 
 # ------------------------------------------------------------------ the exploration
@@ -513,7 +513,7 @@ def test_a_newcomer_makes_nobody_go_back_to_a_commit():
 
 
 def test_a_rank_whose_first_seat_was_in_a_generation_that_never_began_is_still_new(survival):
-    """By its seat in the next generation it is none, but it has no step to finish."""
+    """By its rank in the next generation it is none, but it has no step to finish."""
     changes = []
     entering(survival, [told(is_new=True)], newcomers=0)
     with survival.calling(changes.append):
@@ -525,15 +525,15 @@ def test_newcomers_are_welcome_outside_a_step_and_within_one_only_to_programs_th
     asked = []
     go_on_there = entering(survival, [])._enter_again
     survival._enter_again = lambda: (asked.append(survival.newcomers), go_on_there())
-    assert survival.newcomers is Newcomers.WELCOME
+    assert survival.newcomers is NewWorkerPolicy.WELCOME
     survival.go_on(PeerLostError("lost"), 0)
     with survival.calling(lambda _: None):
-        assert survival.newcomers is Newcomers.WELCOME
+        assert survival.newcomers is NewWorkerPolicy.WELCOME
         survival.go_on(PeerLostError("lost"), 0)
         survival._has_sets = lambda: True
         survival.go_on(PeerLostError("lost"), 0)
-    assert asked == [Newcomers.NEVER, Newcomers.AFTERWARDS, Newcomers.IF_NEEDED]
-    assert survival.newcomers is Newcomers.WELCOME
+    assert asked == [NewWorkerPolicy.NEVER, NewWorkerPolicy.AFTERWARDS, NewWorkerPolicy.IF_NEEDED]
+    assert survival.newcomers is NewWorkerPolicy.WELCOME
 
 
 def test_a_world_that_cannot_be_entered_ends_the_step(survival):
@@ -543,7 +543,7 @@ def test_a_world_that_cannot_be_entered_ends_the_step(survival):
     survival._enter_again = fail
     with pytest.raises(CommunicationError, match="no rank"):
         survival.go_on(PeerLostError("lost"), 0)
-    assert survival.newcomers is Newcomers.WELCOME
+    assert survival.newcomers is NewWorkerPolicy.WELCOME
 
 
 def test_the_same_ranks_try_a_step_three_times(survival):

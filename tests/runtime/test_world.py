@@ -11,11 +11,11 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 import torch.distributed as dist
+from hvdlite_wire.assignments import RankAssignment
 from torch import nn
 from worlds import instead_of_the_world
 
 import hvdlite as hvd
-from hvdlite.rendezvous.seat import Seat
 from hvdlite.runtime import world
 
 
@@ -129,8 +129,8 @@ def test_only_the_waits_of_the_generation_that_has_ended_are_ended(generation):
     """A thread that listened for the end of generation 2 may have been held up until generation 3 has begun."""
     controller, group, of_set, connecting = Mock(), Mock(), Mock(), Mock()
     sets = SimpleNamespace(groups=lambda: [of_set])
-    seat = Seat(3, 0, 2, 0)
-    own = Mock(seat=seat, controller=controller, group=group, sets=sets, connecting=connecting)
+    assignment = RankAssignment(3, 0, 2, 0)
+    own = Mock(assignment=assignment, controller=controller, group=group, sets=sets, connecting=connecting)
     with instead_of_the_world(own):
         world.revoke(generation, "worker 1 was killed")
     for each in (controller, group, of_set):

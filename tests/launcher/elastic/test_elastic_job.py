@@ -1,4 +1,4 @@
-"""An elastic job on scripts of events: who is started, which seats are given, what is said, and how it ends."""
+"""An elastic job on scripts of events: who is started, which ranks are given, what is said, and how it ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from hvdlite_launcher.wire.messages import (
     InitStarted,
     Interrupted,
     Lost,
-    Newcomers,
     NotThereYet,
     Output,
     Refused,
@@ -36,6 +35,7 @@ from hvdlite_launcher.wire.messages import (
 )
 from hvdlite_launcher.workers.ending import FAILURE_GRACE_S, Ending
 from hvdlite_launcher.workers.roster import Roster
+from hvdlite_wire.assignments import ANSWERS, Dismissal, NewWorkerPolicy, RankAssignment, assignment_key
 
 TERM, KILL, INT = signal.SIGTERM, signal.SIGKILL, signal.SIGINT
 START_TIMEOUT_S = 60.0
@@ -178,9 +178,9 @@ class Played:
 
     # what a worker reads
 
-    def seat(self, worker, after):
-        value = self.store.get(b"seat/%d/%d" % (worker, after))
-        return None if value is None else json.loads(value)
+    def answer(self, worker, after):
+        value = self.store.get(assignment_key(worker, after))
+        return None if value is None else ANSWERS.decode(value)
 
     def news(self, generation, number=0):
         value = self.store.get(b"world%d/hosts/%d" % (generation, number))
@@ -208,15 +208,13 @@ def begins(**hosts):
 KILLED_1 = Exited(1, -9)
 
 
-def test_workers_are_started_where_hosts_have_slots_and_given_seats_once_all_of_them_ask():
+def test_workers_are_started_where_hosts_have_slots_and_given_ranks_once_all_of_them_ask():
     def check(job):
         assert job.started == {0: "a", 1: "a", 2: "b"}
-        assert job.seat(0, 0) is None
+        assert job.answer(0, 0) is None
 
     played = Played(found(a=2, b=1), answers("b"), answers("a"), *asks(2, 0), check, *asks(1))
-    assert [played.seat(worker, 0) for worker in range(3)] == [
-        {"generation": 1, "rank": rank, "size": 3, "newcomers": 3} for rank in range(3)
-    ]
+    assert [played.answer(worker, 0) for worker in range(3)] == [RankAssignment(1, rank, 3, 3) for rank in range(3)]
     assert played.ranks == {0: 0, 1: 1, 2: 2}
     assert played.variables[1]["HVDLITE_WORKER"] == played.variables[1]["LOCAL_RANK"] == "1"
 
@@ -236,7 +234,7 @@ def test_a_host_that_does_not_answer_in_time_is_done_without():
     assert played.left == ["b"]
 
 
-def test_who_lost_a_rank_gets_a_seat_among_those_that_are_left_and_is_told_why():
+def test_who_lost_a_rank_gets_a_rank_among_those_that_are_left_and_is_told_why():
     agent = Agent()
     played = Played(
         *begins(a=3),
@@ -249,10 +247,10 @@ def test_who_lost_a_rank_gets_a_seat_among_those_that_are_left_and_is_told_why()
         (1, "worker 1 (rank 1 on a) was killed by SIGKILL"),
         (1, "there is generation 2"),
     ]
-    assert played.seat(2, 1) == {"generation": 2, "rank": 1, "size": 2, "newcomers": 0}
+    assert played.answer(2, 1) == RankAssignment(2, 1, 2, 0)
     assert played.said == ["generation 2: 2 ranks; worker 1 (rank 1 on a) was killed by SIGKILL"]
     assert played.ranks == {0: 0, 1: 1, 2: 1}
-    assert played.seat(0, 0) is None, "a seat is taken away when its worker asks again"
+    assert played.answer(0, 0) is None, "a rank is taken away when its worker asks again"
 
 
 def _want(key):
@@ -275,7 +273,7 @@ def test_a_replacement_is_announced_to_rank_0_once_it_asks_and_joins_last():
         lambda job: None if job.news(2)["added"] else 1 / 0,
         *asks(0, after=2),
     )
-    assert played.seat(2, 0) == {"generation": 3, "rank": 1, "size": 2, "newcomers": 1}
+    assert played.answer(2, 0) == RankAssignment(3, 1, 2, 1)
     assert played.said[-1] == "generation 3: 2 ranks; worker 2 joins as rank 1 on a"
 
 
@@ -293,13 +291,13 @@ def test_hosts_that_come_are_connected_to_and_hosts_that_go_are_left_when_their_
         found(b=1),
         removed,
         *asks(0, after=2),
-        lambda job: None if job.seat(0, 2) == {"dismissed": "a has been removed from the job"} else 1 / 0,
+        lambda job: None if job.answer(0, 2) == Dismissal("a has been removed from the job") else 1 / 0,
         Exited(0, 0),
         *asks(1, after=2),
     )
     assert played.connected == ["a", "b"]
     assert played.left == ["a"]
-    assert played.seat(1, 2) == {"generation": 3, "rank": 0, "size": 1, "newcomers": 0}
+    assert played.answer(1, 2) == RankAssignment(3, 0, 1, 0)
     left = "worker 0 (rank 0 on a) has left: a has been removed from the job"
     assert played.said[-1] == f"generation 3: 1 rank; {left}"
 
@@ -312,7 +310,7 @@ def test_a_wrong_name_in_the_list_of_hosts_does_not_end_the_ranks_that_there_are
     assert played.left == ["typo"]
     assert played.news(1) is None  # no rank is told to leave
     assert any(said.startswith("typo: ") for said in played.said)
-    assert played.seat(0, 1)["size"] == 2
+    assert played.answer(0, 1).size == 2
 
 
 def test_a_list_of_hosts_that_is_empty_ends_the_job():
@@ -368,7 +366,7 @@ def test_workers_of_a_blacklisted_host_are_ended_and_killed_if_they_do_not_end()
 
 def test_a_worker_that_is_ended_with_its_host_and_ends_well_is_no_rank_that_is_done():
     played = Played(*begins(a=2, b=1), KILLED_1, Exited(0, 0), *asks(2, after=1), on_failure=OnFailure.BLACKLIST)
-    assert played.seat(2, 1)["generation"] == 2
+    assert played.answer(2, 1).generation == 2
 
 
 # --------------------------------------------------------------- how it ends
@@ -430,7 +428,7 @@ def test_after_a_cooldown_the_job_goes_on():
         cooldown_s=(10, 100),
     )
     assert played.now_s == 10
-    assert played.seat(2, 0) == {"generation": 3, "rank": 1, "size": 2, "newcomers": 1}
+    assert played.answer(2, 0) == RankAssignment(3, 1, 2, 1)
 
 
 def test_who_only_lost_a_peer_is_not_the_cause_if_the_peer_fails_after_it():
@@ -484,7 +482,7 @@ def test_a_replacement_that_cannot_be_started_is_a_failure_of_its_slot_and_not_o
         f"worker {number} on a could not be started: {why}" for number in (2, 3, 4)
     ]
     assert any(said.startswith("slot 1 of a stays empty") for said in played.said)
-    assert played.seat(0, 1) == {"generation": 2, "rank": 0, "size": 1, "newcomers": 0}
+    assert played.answer(0, 1) == RankAssignment(2, 0, 1, 0)
     assert Exited(2, 127) in played.observed  # which the summary and the metrics count
     assert played.ending.running == {0}
 
@@ -606,12 +604,12 @@ def test_a_host_that_is_given_up_may_still_report_on_its_workers():
     played = Played(*begins(a=1, b=2), KILLED_1, refused, *late, *asks(0, after=1))
     assert played.left == ["b"]
     assert played.shown == [b"late"]
-    assert played.seat(0, 1) == {"generation": 2, "rank": 0, "size": 1, "newcomers": 0}
+    assert played.answer(0, 1) == RankAssignment(2, 0, 1, 0)
 
 
 def test_news_of_hosts_are_younger_than_those_before_though_the_clock_is_set_back(monkeypatch):
     times = iter([2000.0, 1000.0])
-    monkeypatch.setattr("hvdlite_launcher.elastic.seats.time.time", lambda: next(times))
+    monkeypatch.setattr("hvdlite_launcher.elastic.rank_assignments.time.time", lambda: next(times))
     news = []
     Played(
         *begins(a=1),
@@ -640,27 +638,27 @@ def test_a_worker_of_a_host_that_comes_before_the_first_generation_has_as_long_f
 
 def test_a_dismissed_worker_that_asks_again_is_told_again():
     played = Played(*begins(a=1, b=1), found(a=1), *asks(1, after=1), *asks(1, after=1))
-    assert played.seat(1, 1) == {"dismissed": "b has been removed from the job"}
+    assert played.answer(1, 1) == Dismissal("b has been removed from the job")
 
 
 # ---------------------------------------------------------- workers that stand by
 
 
-def test_a_spare_that_stands_by_after_it_has_asked_gets_a_seat_once_it_asks_again():
+def test_a_spare_that_stands_by_after_it_has_asked_gets_a_rank_once_it_asks_again():
     script = [found(a=3), answers("a"), *asks(0, 1, 2), InitDone(0, 1), InitDone(1, 1), InitFailed(2, 0)]
     played = Played(*script, KILLED_1, *asks(0, after=1), max_np=2, spares=1)
     assert played.store.get(b"standby/2") == b"1"
-    assert played.seat(2, 0) is None
-    assert played.seat(0, 1) == {"generation": 2, "rank": 0, "size": 1, "newcomers": 0}
+    assert played.answer(2, 0) is None
+    assert played.answer(0, 1) == RankAssignment(2, 0, 1, 0)
     goes_on = [InitDone(0, 2), *asks(2), *asks(0, after=2)]
     played = Played(*script, KILLED_1, *asks(0, after=1), *goes_on, max_np=2, spares=1)
-    assert played.seat(2, 0) == {"generation": 3, "rank": 1, "size": 2, "newcomers": 1}
+    assert played.answer(2, 0) == RankAssignment(3, 1, 2, 1)
 
 
-def test_a_worker_that_would_stand_by_when_it_has_a_seat_is_told_so_and_takes_that():
+def test_a_worker_that_would_stand_by_when_it_has_a_rank_is_told_so_and_takes_that():
     played = Played(*begins(a=2), found(a=2, b=1), answers("b"), *asks(2), *asks(0, 1, after=1), InitFailed(2, 0))
     assert played.store.get(b"standby/2") == b"0"
-    assert played.seat(2, 0)["generation"] == 2
+    assert played.answer(2, 0).generation == 2
     assert played.ranks[2] == 2
 
 
@@ -720,7 +718,7 @@ def test_a_host_that_others_cannot_reach_is_given_up_once_and_the_others_go_on()
         "ends"
     )
     assert played.ranks == {0: 0, 1: 1, 2: 2}
-    assert played.seat(0, 1)["size"] == 2
+    assert played.answer(0, 1).size == 2
 
 
 def test_a_network_that_is_cut_for_less_than_half_the_hang_timeout_is_left_alone():
@@ -791,8 +789,8 @@ def test_a_new_host_that_refuses_connections_is_given_up_and_named_and_the_other
     assert played.ending.outcome is None
     assert f"lost b: {why}" in played.said
     assert played.left == ["b"]
-    last = max(number for number in range(10) if played.seat(0, number) is not None)
-    assert played.seat(0, last) == {"generation": last + 1, "rank": 0, "size": 2, "newcomers": 0}
+    last = max(number for number in range(10) if played.answer(0, number) is not None)
+    assert played.answer(0, last) == RankAssignment(last + 1, 0, 2, 0)
     assert Lost("b", why) in played.observed
 
 
@@ -828,12 +826,12 @@ def test_ranks_that_do_not_respond_are_left_alone_while_only_a_spare_waits():
     assert [signalled for _, *signalled in played.signals] == [[[0], KILL]], "the spare is to take a place now"
 
 
-@pytest.mark.parametrize("newcomers", list(Newcomers))
+@pytest.mark.parametrize("newcomers", list(NewWorkerPolicy))
 def test_a_rank_that_does_not_respond_is_ended_if_a_worker_waits_with_which_it_can_go_on(newcomers):
     goes_on = [KILLED_1, InitStarted(0, 1, newcomers), InitDone(0, 2), *asks(2)]
     played = Played(*begins(a=2), *goes_on, *a_minute_in_which_only(2), hang_timeout_s=30)
     is_ended = [signalled for _, *signalled in played.signals][:1] == [[[0], KILL]]
-    assert is_ended == (newcomers is not Newcomers.NEVER)
+    assert is_ended == (newcomers is not NewWorkerPolicy.NEVER)
 
 
 def test_a_network_that_is_cut_is_left_alone_while_only_a_spare_waits():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -15,9 +14,10 @@ from hvdlite_launcher.plan.elastic_spec import OnFailure, Policy
 from hvdlite_launcher.store.cache import Cache
 from hvdlite_launcher.store.server import Store
 from hvdlite_launcher.wire.messages import Answered, Exited, Hello, HostsFound, InitDone, InitStarted
-from hvdlite_launcher.wire.worker_requests import DONE, FAILED, StoreRequest, pack, unpack
 from hvdlite_launcher.workers.ending import Ending
 from hvdlite_launcher.workers.roster import Roster
+from hvdlite_wire.assignments import ANSWERS, Dismissal, RankAssignment, assignment_key
+from hvdlite_wire.store_requests import DONE, FAILED, StoreRequest, pack, unpack
 from reachable import reachable
 
 SETTLED, GENERATIONS = 400, 1000  # small numbers are objects that Python makes once, so larger ones are compared
@@ -30,23 +30,23 @@ class Running:
     def __init__(self, job: Simulated, number: int, host: str) -> None:
         self.job, self.number, self.host = job, number, host
         self.after, self.waits = 0, ""
-        self.seat: dict = {}
+        self.answer: RankAssignment | Dismissal | None = None
 
     def ask(self) -> None:
         self.job.elastic.on_init(InitStarted(self.number, self.after))
-        self.job.request(self.host, StoreRequest.GET, [b"seat/%d/%d" % (self.number, self.after)], self._seated)
+        self.job.request(self.host, StoreRequest.GET, [assignment_key(self.number, self.after)], self._answered)
 
-    def _seated(self, code: int, payload: bytes) -> None:
+    def _answered(self, code: int, payload: bytes) -> None:
         assert code == DONE, payload
-        self.seat = json.loads(unpack(payload)[0])
-        self.job.seated.append(self)
+        self.answer = ANSWERS.decode(unpack(payload)[0])
+        self.job.answered.append(self)
 
     def meet(self) -> None:
-        self.after, world = self.seat["generation"], b"world%d/" % self.seat["generation"]
+        self.after, world = self.answer.generation, b"world%d/" % self.answer.generation
         self.job.request(self.host, StoreRequest.SET, [world + b"%d" % self.number, b"here"], lambda *_: None)
         self.job.request(self.host, StoreRequest.CHECK, [world + b"0"], lambda *_: None)
         self.waits = "wait"
-        key = b"hosts/0" if self.seat["rank"] == 0 else b"end/0"
+        key = b"hosts/0" if self.answer.rank == 0 else b"end/0"
         self.job.request(self.host, StoreRequest.GET, [world + key], self._heard)
         self.job.elastic.on_init(InitDone(self.number, self.after))
 
@@ -62,7 +62,7 @@ class Simulated:
         self.store, self.roster = Store(), Roster()
         self.caches: dict[str, Cache] = {}
         self.workers: dict[int, Running] = {}
-        self.seated: list[Running] = []
+        self.answered: list[Running] = []
         self._calls: list[Callable[[], None]] = []
         for host in HOSTS:
             agent = Agent(self)
@@ -134,12 +134,12 @@ class Simulated:
 
     def settle(self) -> None:
         """Delivers messages and has the workers react, until nobody has anything to do."""
-        while self._calls or self.seated or self._leaving():
+        while self._calls or self.answered or self._leaving():
             while self._calls:
                 self._calls.pop(0)()
-            seated, self.seated = self.seated, []
-            for each in seated:
-                if "dismissed" in each.seat:
+            answered, self.answered = self.answered, []
+            for each in answered:
+                if isinstance(each.answer, Dismissal):
                     self.end(each.number, 0)
                 else:
                     each.meet()

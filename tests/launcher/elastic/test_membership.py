@@ -18,7 +18,7 @@ from hvdlite_launcher.elastic.membership import (
     StartWorker,
 )
 from hvdlite_launcher.plan.elastic_spec import OnFailure, Policy
-from hvdlite_launcher.wire.messages import Newcomers
+from hvdlite_wire.assignments import NewWorkerPolicy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,7 +56,7 @@ class Job:
         self._note(self.membership.hosts_found(hosts, self.now_s))
         return self
 
-    def ask(self, *workers: int, newcomers: Newcomers = Newcomers.WELCOME) -> Job:
+    def ask(self, *workers: int, newcomers: NewWorkerPolicy = NewWorkerPolicy.WELCOME) -> Job:
         for worker in workers:
             current = self.membership.current
             known = current is not None and any(each.worker == worker for each in current.members)
@@ -148,7 +148,7 @@ def test_a_replacement_that_asks_before_the_survivors_do_is_in_their_next_genera
     assert job.ask(1).generations[-1] == [1, 2]
 
 
-@pytest.mark.parametrize("newcomers", [Newcomers.IF_NEEDED, Newcomers.AFTERWARDS, Newcomers.NEVER])
+@pytest.mark.parametrize("newcomers", [NewWorkerPolicy.IF_NEEDED, NewWorkerPolicy.AFTERWARDS, NewWorkerPolicy.NEVER])
 def test_survivors_in_a_step_get_no_newcomers_who_are_told_of_at_once_in_the_next_generation(newcomers):
     job = running({"a": 3}).kill(0).ask(3)
     assert job.ask(1).ask(2, newcomers=newcomers).generations[-1] == [1, 2]
@@ -157,13 +157,13 @@ def test_survivors_in_a_step_get_no_newcomers_who_are_told_of_at_once_in_the_nex
 
 
 def test_survivors_in_a_step_get_newcomers_below_min_np_if_their_program_can_give_them_its_state():
-    job = running({"a": 2}, min_np=2).kill(0).ask(1, newcomers=Newcomers.IF_NEEDED)
+    job = running({"a": 2}, min_np=2).kill(0).ask(1, newcomers=NewWorkerPolicy.IF_NEEDED)
     assert job.generations == [[0, 1]]
     assert job.ask(2).generations[-1] == [1, 2]
 
 
 def test_survivors_in_a_step_finish_it_alone_below_min_np_once_enough_newcomers_are_there_to_join_them():
-    job = running({"a": 4}, min_np=4).kill(0).kill(2).ask(1, 3, newcomers=Newcomers.AFTERWARDS)
+    job = running({"a": 4}, min_np=4).kill(0).kill(2).ask(1, 3, newcomers=NewWorkerPolicy.AFTERWARDS)
     assert job.ask(4).generations == [[0, 1, 2, 3]]
     assert job.ask(5).generations[-1] == [1, 3]
     assert job.last[-1] == Notify(added=True, removed=False)
@@ -172,13 +172,13 @@ def test_survivors_in_a_step_finish_it_alone_below_min_np_once_enough_newcomers_
 
 def test_survivors_in_a_step_wait_for_newcomers_no_longer_than_the_elastic_timeout():
     job = running({"a": 2}, min_np=2, on_failure=OnFailure.SHRINK, elastic_timeout_s=60).kill(0)
-    job.ask(1, newcomers=Newcomers.AFTERWARDS)
+    job.ask(1, newcomers=NewWorkerPolicy.AFTERWARDS)
     assert job.wait(59).over is None
     assert "waited 60 s (--elastic-timeout) for at least 2 workers (--min-np)" in job.wait(1).over.why
 
 
 def test_survivors_whose_program_can_give_no_state_wait_below_min_np_until_the_elastic_timeout():
-    job = running({"a": 2}, min_np=2, elastic_timeout_s=60).kill(0).ask(1, newcomers=Newcomers.NEVER).ask(2)
+    job = running({"a": 2}, min_np=2, elastic_timeout_s=60).kill(0).ask(1, newcomers=NewWorkerPolicy.NEVER).ask(2)
     assert job.generations == [[0, 1]]
     assert "waited 120 s (--elastic-timeout 60" in job.wait(60).wait(60).over.why
 
@@ -707,10 +707,10 @@ def test_a_program_that_fails_at_its_end_fails_the_job_at_once(first_to_end):
 
 def test_ranks_that_have_a_last_step_to_finish_do_so_without_the_lost_one_and_without_those_that_are_done():
     job = running({"a": 4}, min_np=4, on_failure=OnFailure.SHRINK, elastic_timeout_s=100)
-    job.kill(0).kill(1, None).ask(2, newcomers=Newcomers.NEVER)
+    job.kill(0).kill(1, None).ask(2, newcomers=NewWorkerPolicy.NEVER)
     assert len(job.generations) == 1
     assert job.membership.deadline_s() == 60
-    assert job.ask(3, newcomers=Newcomers.NEVER).generations[-1] == [2, 3]
+    assert job.ask(3, newcomers=NewWorkerPolicy.NEVER).generations[-1] == [2, 3]
     # The oldest of them is rank 0 now, so what is done once at the end is done.
     assert not job.kill(3, None).of(JobDone)
     assert job.kill(2, None).last == [JobDone()]

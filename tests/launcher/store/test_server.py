@@ -12,7 +12,7 @@ from hvdlite_launcher.store.cache import Cache
 from hvdlite_launcher.store.server import Store
 from hvdlite_launcher.wire.messages import Alive, InitDone, InitFailed, InitStarted
 from hvdlite_launcher.wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, Want
-from hvdlite_launcher.wire.worker_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, pack, unpack
+from hvdlite_wire.store_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, pack, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -339,14 +339,14 @@ def test_after_a_thousand_generations_nothing_is_left_of_them(job):
             job.ask(host, SET, keys[host], b"v")
             job.ask(host, GET, *keys[:2])
             job.hosts[host].ask(GET, keys[2])
-            seat = b"seat/%d/%d" % (host, generation)
-            job.hosts[host].ask(GET, seat)
+            given = b"rank/%d/%d" % (host, generation)
+            job.hosts[host].ask(GET, given)
             job.settle()
-            job.store.put(seat, b"{}")
+            job.store.put(given, b"{}")
             job.settle()
-            job.store.delete(seat)
+            job.store.delete(given)
         guest = Host(job.store)
-        guest.ask(GET, b"world%d/guest" % generation, b"seat/guest")
+        guest.ask(GET, b"world%d/guest" % generation, b"rank/guest")
         guest.let_travel()
         job.store.lose(guest)
         job.store.revoke(generation, "it is over")

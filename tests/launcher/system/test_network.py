@@ -7,11 +7,6 @@ from hvdlite_launcher.errors import LauncherError
 from hvdlite_launcher.system import network
 
 
-def test_the_interface_of_an_address_is_found_by_the_address():
-    assert network.interface_with("127.0.0.1") == network.loopback_interface() is not None
-    assert network.interface_with("203.0.113.77") is None
-
-
 def test_the_way_to_this_machine_is_by_its_loopback():
     assert network.address_on_route("127.0.0.1") == "127.0.0.1"
 
@@ -47,11 +42,6 @@ def test_an_interface_that_is_not_there_is_told_with_those_that_are(monkeypatch)
         network.address_of("eth9")
     with pytest.raises(LauncherError, match="'eth0' has no IP address"):
         network.address_of("eth0")
-
-
-def test_addresses_that_others_can_use_come_first():
-    addresses = ["fe80::1%eth0", "fd00::1", "169.254.1.1", "10.0.0.1"]
-    assert sorted(addresses, key=network._least_useful_last)[:2] == ["10.0.0.1", "fd00::1"]
 
 
 def test_loopback_and_what_our_interfaces_have_is_our_own():

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hvdlite_wire.assignments import ANSWERS, Dismissal, RankAssignment, assignment_key, standby_key
 from local_store import local_agents
 
 import hvdlite as hvd
 from hvdlite.errors import WorkerRemovedError
 from hvdlite.rendezvous.launchers import ElasticWorker, read_elastic_worker, read_placement
-from hvdlite.rendezvous.seat import (
+from hvdlite.rendezvous.store_client import StoreClient
+from hvdlite.rendezvous.wait_for_rank import (
     Program,
-    Seat,
     find_program,
     take_back,
     tell_of_program,
-    wait_for_seat,
-    wait_for_seat_or_program,
+    wait_for_rank,
+    wait_for_rank_or_program,
 )
-from hvdlite.rendezvous.store_client import StoreClient
 
 WORKER = {
     "HVDLITE_ELASTIC": "1", "HOROVOD_ELASTIC": "1", "HVDLITE_WORKER": "7", "HVDLITE_STORE": "unix:///s",
@@ -38,9 +37,9 @@ def agent(tmp_path, monkeypatch):
         yield agent
 
 
-def test_a_seat_and_the_environment_make_a_placement_whose_local_rank_is_the_slot():
+def test_a_rank_and_the_environment_make_a_placement_whose_local_rank_is_the_slot():
     assert read_elastic_worker(WORKER) == ElasticWorker(7, "unix:///s")
-    placement = read_placement(WORKER, Seat(generation=4, rank=1, size=2, newcomers=0))
+    placement = read_placement(WORKER, RankAssignment(generation=4, rank=1, size=2, newcomers=0))
     assert (placement.rank, placement.size, placement.local_rank, placement.node) == (1, 2, 3, "b")
     assert (placement.worker, placement.store_url, placement.launcher) == (7, "unix:///s", None)
 
@@ -69,25 +68,24 @@ def test_others_are_no_elastic_workers(environ):
 def test_a_missing_variable_is_named(name):
     environ = {key: value for key, value in WORKER.items() if key != name}
     with pytest.raises(hvd.LaunchEnvironmentError, match=f"{name} is not set"):
-        read_placement(environ, Seat(1, 0, 1, 1))
+        read_placement(environ, RankAssignment(1, 0, 1, 1))
 
 
-def test_a_worker_waits_until_it_is_given_a_seat(agent):
+def test_a_worker_waits_until_it_is_given_a_rank(agent):
     client = StoreClient(agent.path)
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(wait_for_seat, client, 7, 3)
-        seat = {"generation": 5, "rank": 2, "size": 4, "newcomers": 1}
-        agent.store.put(b"seat/7/0", json.dumps({**seat, "generation": 1}).encode())
-        agent.store.put(b"seat/7/3", json.dumps(seat).encode())
-        assert waiting.result(60) == Seat(5, 2, 4, 1)
+        waiting = pool.submit(wait_for_rank, client, 7, 3)
+        agent.store.put(assignment_key(7, 0), ANSWERS.encode(RankAssignment(1, 2, 4, 1)))
+        agent.store.put(assignment_key(7, 3), ANSWERS.encode(RankAssignment(5, 2, 4, 1)))
+        assert waiting.result(60) == RankAssignment(5, 2, 4, 1)
 
 
-def test_an_agent_that_is_gone_while_a_worker_waits_for_its_seat_is_told(agent):
+def test_an_agent_that_is_gone_while_a_worker_waits_for_its_rank_is_told(agent):
     asked = threading.Event()
     send = agent.cache._send
     agent.cache._send = lambda message: (send(message), asked.set())
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(wait_for_seat, StoreClient(agent.path), 7, 0)
+        waiting = pool.submit(wait_for_rank, StoreClient(agent.path), 7, 0)
         assert asked.wait(60)
         agent.close()
         with pytest.raises(hvd.CommunicationError, match=r"worker 7 was given no rank: .* has ended"):
@@ -95,9 +93,9 @@ def test_an_agent_that_is_gone_while_a_worker_waits_for_its_seat_is_told(agent):
 
 
 def test_a_worker_that_is_dismissed_is_told_why(agent):
-    agent.store.put(b"seat/7/3", b'{"dismissed": "b has been removed"}')
+    agent.store.put(assignment_key(7, 3), ANSWERS.encode(Dismissal("b has been removed")))
     with pytest.raises(WorkerRemovedError, match="worker 7 has been removed from the job: b has been removed"):
-        wait_for_seat(StoreClient(agent.path), 7, 3)
+        wait_for_rank(StoreClient(agent.path), 7, 3)
 
 
 def test_a_process_that_does_not_catch_its_removal_ends_well_and_without_a_traceback():
@@ -106,11 +104,11 @@ def test_a_process_that_does_not_catch_its_removal_ends_well_and_without_a_trace
     assert (run.returncode, run.stderr) == (0, b"")
 
 
-def test_a_new_worker_hears_of_a_program_that_it_can_join_at_once_or_while_it_waits_for_a_seat(agent):
+def test_a_new_worker_hears_of_a_program_that_it_can_join_at_once_or_while_it_waits_for_a_rank(agent):
     client = StoreClient(agent.path)
     assert find_program(client) is None
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(wait_for_seat_or_program, StoreClient(agent.path), StoreClient(agent.path), 7)
+        waiting = pool.submit(wait_for_rank_or_program, StoreClient(agent.path), StoreClient(agent.path), 7)
         tell_of_program(client, ["a", "a", "b"])
         assert waiting.result() == Program(("a", "a", "b"))
     assert find_program(client) == Program(("a", "a", "b"))
@@ -120,13 +118,13 @@ def test_a_new_worker_hears_of_a_program_that_it_can_join_at_once_or_while_it_wa
 def test_a_worker_that_takes_back_that_it_has_asked_waits_for_the_answer_whether_it_can(agent, answer, can):
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(take_back, StoreClient(agent.path), 7)
-        agent.store.put(b"standby/7", answer)
+        agent.store.put(standby_key(7), answer)
         assert waiting.result(60) is can
 
 
-def test_a_new_worker_that_is_given_a_seat_first_takes_that(agent):
+def test_a_new_worker_that_is_given_a_rank_first_takes_that(agent):
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(wait_for_seat_or_program, StoreClient(agent.path), StoreClient(agent.path), 7)
-        seat = {"generation": 1, "rank": 0, "size": 1, "newcomers": 1}
-        StoreClient(agent.path).set({b"seat/7/0": json.dumps(seat).encode()})
-        assert waiting.result() == Seat(**seat)
+        waiting = pool.submit(wait_for_rank_or_program, StoreClient(agent.path), StoreClient(agent.path), 7)
+        assignment = RankAssignment(1, 0, 1, 1)
+        StoreClient(agent.path).set({assignment_key(7, 0): ANSWERS.encode(assignment)})
+        assert waiting.result() == assignment

@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hvdlite_wire import safe_paths
 
-from hvdlite import files
 from hvdlite.timeline import parts
 from hvdlite.timeline.destination import FilePerRank, OneFile
 
@@ -43,7 +43,7 @@ def tree():
 
 
 def written(path: Path, text: str) -> None:
-    with open(files.create(str(path)), "w") as file:
+    with open(safe_paths.new_file(str(path)), "w") as file:
         file.write(text)
 
 
@@ -65,16 +65,16 @@ def test_text_is_added_at_the_end_through_ones_own_links(tmp_path, monkeypatch):
     (tmp_path / "log").symlink_to(tmp_path / "logs" / "real")
     monkeypatch.chdir(tmp_path / "disk")
     for text in ("one\n", "", "two\n"):
-        files.append("../log", text)
+        safe_paths.append("../log", text)
     assert (tmp_path / "disk" / "real").read_text() == "one\ntwo\n"
-    files.append("/dev/null", "nothing")
+    safe_paths.append("/dev/null", "nothing")
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="symbolic links"):
-        files.append(str(tmp_path / "loop"), "")
+        safe_paths.append(str(tmp_path / "loop"), "")
     with pytest.raises(OSError, match="directory"):
-        files.append(str(tmp_path / "disk"), "")
+        safe_paths.append(str(tmp_path / "disk"), "")
     with pytest.raises(OSError, match="directory"):
-        files.append("/", "")
+        safe_paths.append("/", "")
 
 
 @NEEDS_ROOT
@@ -82,7 +82,7 @@ def test_text_is_added_at_the_end_through_ones_own_links(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", ["file", "missing", "way/log"])
 def test_another_users_link_is_named_and_not_written_through(tree, path):
     with pytest.raises(OSError, match="is a symbolic link of another user: pass the path that it points to"):
-        files.append(str(tree / path), "text")
+        safe_paths.append(str(tree / path), "text")
     assert (tree / "value").read_text() == "of value"
     assert not (tree / "nowhere").exists()
     assert not list((tree / "disk").iterdir())

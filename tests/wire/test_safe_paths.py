@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hvdlite_launcher.errors import UsageError
 from hvdlite_launcher.screen.output_files import OutputFiles
-from hvdlite_launcher.system.safe_files import ForeignLinkError, create
+from hvdlite_wire.safe_paths import ForeignLinkError, write_file
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes what is another user's")
 USER, OTHER = 1234, 54321
@@ -37,7 +37,7 @@ def as_user():
 
 
 def written(path, data=b"text"):
-    fd = create(str(path))
+    fd = write_file(str(path))
     os.write(fd, data)
     assert os.get_blocking(fd)
     os.close(fd)
@@ -71,7 +71,7 @@ def test_links_in_a_circle_are_an_error_that_names_them(tmp_path):
     (tmp_path / "b").symlink_to("a")
     for path in (tmp_path / "a", tmp_path / "a" / "file"):
         with pytest.raises(OSError, match="Too many levels of symbolic links"):
-            create(str(path))
+            write_file(str(path))
 
 
 @NEEDS_ROOT
@@ -135,11 +135,11 @@ def test_what_is_no_file_is_neither_written_nor_waited_for(tmp_path):
         listener.bind(str(tmp_path / "socket"))
     for name, number in (("pipe", errno.EEXIST), ("socket", errno.EEXIST), ("directory", errno.EISDIR)):
         with pytest.raises(OSError, match=name) as error:
-            create(str(tmp_path / name))
+            write_file(str(tmp_path / name))
         assert error.value.errno == number
         assert number == errno.EISDIR or "is not a regular file of yours: give another name" in str(error.value)
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(OSError, match="not a regular file of yours"):
-        create(str(tmp_path / "pipe"))
+        write_file(str(tmp_path / "pipe"))
     os.close(reader)
     assert not isinstance(error.value, ForeignLinkError)

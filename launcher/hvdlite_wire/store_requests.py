@@ -4,9 +4,9 @@
            ◄── answer ──        ◄──                         answer: outcome and byte strings
 
 A frame is a header (operation or outcome, length of the payload) and the payload. The payload is a sequence of byte
-strings, each preceded by its length. The library implements the worker's end in `hvdlite.rendezvous.store_client`: both
-packages must use the same operations and outcomes. In the agent, `relay` decodes the requests and `cache` answers those
-that it can; the launcher's `server` answers the rest.
+strings, each preceded by its length. `hvdlite.rendezvous.store_client` is the worker's end. In the agent,
+`hvdlite_launcher.store.relay` decodes the requests and `cache` answers those that it can; the launcher's `server`
+answers the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterable
 from enum import IntEnum
 
-from ..errors import ProtocolError
+from .errors import MessageError
 
 # The agent forwards a request in one frame to the launcher: this leaves room for its header within MAX_PAYLOAD_BYTES.
 MAX_REQUEST_BYTES = (16 << 20) - 64
@@ -37,11 +37,11 @@ class StoreRequest(IntEnum):
     APPEND = 7  # key, value ── nothing
     DELETE = 8  # key ── 1 if it was set, else 0
     COUNT = 9  # nothing ── the number of keys
-    # In an elastic job these have a second argument: the last generation that the worker was given a seat in, or 0.
-    # INIT_STARTED may have a third one: whether that generation may have new workers, one of `messages.Newcomers`.
+    # In an elastic job these have a second argument: the last generation that the worker was given a rank in, or 0.
+    # INIT_STARTED may have a third one: whether that generation may have new workers, an `assignments.NewWorkerPolicy`.
     INIT_STARTED = 10  # number of the worker that has entered hvd.init() ── nothing
     INIT_DONE = 11  # number of the worker whose hvd.init() has succeeded ── nothing
-    # With generation 0 it takes back that it has asked for a seat; it reads in standby/<worker> whether it could.
+    # With generation 0 it takes back that it has asked for a rank; it reads in `standby_key` whether it could.
     # If it could not connect to the ranks of that generation, it has a third argument, JSON: [its addresses, those that
     # refused it].
     INIT_FAILED = 12  # number of the worker whose hvd.init() has raised an exception ── nothing
@@ -63,16 +63,16 @@ def pack(parts: Iterable[bytes]) -> bytes:
 
 
 def unpack(payload: bytes) -> list[bytes]:
-    """Returns the byte strings that `pack` joined; raises `ProtocolError` for anything else."""
+    """Returns the byte strings that `pack` joined; raises `MessageError` for anything else."""
     parts = []
     start = 0
     while start < len(payload):
         body = start + _LENGTH.size
         if body > len(payload):
-            raise ProtocolError("invalid request to the store: it ends within a length")
+            raise MessageError("invalid request to the store: it ends within a length")
         start = body + _LENGTH.unpack_from(payload, body - _LENGTH.size)[0]
         if start > len(payload):
-            raise ProtocolError("invalid request to the store: it is shorter than its lengths say")
+            raise MessageError("invalid request to the store: it is shorter than its lengths say")
         parts.append(payload[body:start])
     return parts
 
@@ -102,7 +102,7 @@ class RequestDecoder:
         """Adds received bytes and returns the request if it is complete, else None.
 
         A worker waits for the answer before it sends its next request, so more bytes than one request are an error.
-        Raises `ProtocolError` for bytes that are no request.
+        Raises `MessageError` for bytes that are no request.
         """
         self._buffer += data
         if len(self._buffer) < HEADER.size:
@@ -110,7 +110,7 @@ class RequestDecoder:
         code, length = HEADER.unpack_from(self._buffer)
         # Checked as soon as the header is complete: garbage must not make us wait for a payload, or store one.
         if not 1 <= code <= len(StoreRequest) or length > MAX_REQUEST_BYTES or len(self._buffer) > HEADER.size + length:
-            raise ProtocolError("invalid request to the store")
+            raise MessageError("invalid request to the store")
         if len(self._buffer) < HEADER.size + length:
             return None
         payload = bytes(self._buffer[HEADER.size :])

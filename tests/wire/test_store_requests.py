@@ -3,8 +3,8 @@
 import struct
 
 import pytest
-from hvdlite_launcher.errors import ProtocolError
-from hvdlite_launcher.wire.worker_requests import MAX_REQUEST_BYTES, RequestDecoder, StoreRequest, frame, pack, unpack
+from hvdlite_wire.errors import MessageError
+from hvdlite_wire.store_requests import MAX_REQUEST_BYTES, RequestDecoder, StoreRequest, frame, pack, unpack
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ def test_byte_strings_come_out_as_they_went_in(parts):
 def test_any_bytes_are_byte_strings_or_an_error(garbage):
     try:
         parts = unpack(garbage)
-    except ProtocolError:
+    except MessageError:
         return
     assert pack(parts) == garbage
 
@@ -37,17 +37,17 @@ def test_one_request_after_another_comes_out_however_it_is_cut(requests, step):
 def test_any_bytes_are_one_request_or_its_begin_or_an_error(garbage):
     try:
         request = RequestDecoder().feed(garbage)
-    except ProtocolError:
+    except MessageError:
         return
     assert request is None or frame(*request) == garbage
 
 
 @pytest.mark.parametrize("header", [(0, 0), (15, 0), (255, 5), (1, MAX_REQUEST_BYTES + 1)])
 def test_a_bad_header_is_told_before_its_payload_is_waited_for(header):
-    with pytest.raises(ProtocolError, match="invalid request"):
+    with pytest.raises(MessageError, match="invalid request"):
         RequestDecoder().feed(struct.pack(">BI", *header))
 
 
 def test_a_second_request_before_the_first_is_answered_is_an_error():
-    with pytest.raises(ProtocolError, match="invalid request"):
+    with pytest.raises(MessageError, match="invalid request"):
         RequestDecoder().feed(frame(StoreRequest.COUNT, b"") + frame(StoreRequest.COUNT, b""))

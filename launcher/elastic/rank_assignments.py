@@ -1,19 +1,20 @@
-"""Writes into the store what the workers of an elastic job read there: their seats, and changes of hosts.
+"""Writes into the store what the workers of an elastic job read there: their ranks, and changes of hosts.
 
-    a worker asks after generation g ── seat/<worker>/<g> ── {"generation", "rank", "size", "newcomers"}, {"dismissed"}
-    a worker that has asked takes that back ── standby/<worker> ── 1 if it can, 0 if it has been given a seat
+    a worker asks after generation g ── a `RankAssignment`, or a `Dismissal` (see `hvdlite_wire.assignments`)
     the ranks of generation g meet under world<g>/; its rank 0 reads world<g>/hosts/<n>, n = 0, 1, ...
 
-`elastic_job` decides what is written. A *seat* is a worker's rank in a generation. It is deleted when the worker asks
-again or has ended, and the keys of a generation when that is revoked, so the store does not grow.
+`elastic_job` decides what is written. An assignment is deleted when the worker asks again or has ended, and the keys of
+a generation when that is revoked, so the store does not grow.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Protocol
+
+from hvdlite_wire.assignments import ANSWERS, Dismissal, RankAssignment, assignment_key, standby_key
 
 
 class Store(Protocol):
@@ -24,8 +25,8 @@ class Store(Protocol):
     def revoke(self, generation: int, why: str) -> None: ...
 
 
-class Seats:
-    """The seats of one job's workers, and the keys of its current generation."""
+class RankAssignments:
+    """The ranks assigned to one job's workers, and the keys of its current generation."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -36,34 +37,34 @@ class Seats:
         self._notified_at = 0.0  # the time that was sent with the last change of hosts
 
     def asked(self, worker: int, after: int) -> None:
-        """Notes that a worker asks for a seat in a generation later than ``after``."""
+        """Notes that a worker asks for a rank in a generation later than ``after``."""
         self._take_away(worker)
         self._asked[worker] = after
 
     @property
     def those_who_asked(self) -> Collection[int]:
-        """The workers that have asked for a seat and have not ended."""
+        """The workers that have asked for a rank and have not ended."""
         return self._asked.keys()
 
-    def give(self, worker: int, seat: Mapping[str, int | str]) -> None:
+    def give(self, worker: int, answer: RankAssignment | Dismissal) -> None:
         """Answers a worker that has asked."""
-        key = self._given[worker] = b"seat/%d/%d" % (worker, self._asked[worker])
-        self._store.put(key, json.dumps(seat).encode())
+        key = self._given[worker] = assignment_key(worker, self._asked[worker])
+        self._store.put(key, ANSWERS.encode(answer))
 
     def take_back(self, worker: int) -> bool:
-        """Answers a worker that takes back that it has asked: it can unless it has been given a seat meanwhile."""
+        """Answers a worker that takes back that it has asked: it can unless it has been given a rank meanwhile."""
         can = worker not in self._given
         self._stand_by.add(worker)
-        self._store.put(b"standby/%d" % worker, b"%d" % can)
+        self._store.put(standby_key(worker), b"%d" % can)
         return can
 
     def forget(self, worker: int) -> None:
         """Deletes everything about a worker that has ended."""
         if worker in self._stand_by:
             self._stand_by.discard(worker)
-            self._store.delete(b"standby/%d" % worker)
+            self._store.delete(standby_key(worker))
         if worker in self._asked and worker not in self._given:
-            self.give(worker, {"dismissed": "it has ended"})  # nobody reads it, but the store drops the request
+            self.give(worker, Dismissal("it has ended"))  # nobody reads it, but the store drops the request
         self._take_away(worker)
         self._asked.pop(worker, None)
 

@@ -1,0 +1,10 @@
+"""
+What hvdlite and hvdlite-run must agree on, and what both need of the system.
+
+    worker (hvdlite) ── store_requests ──► agent (hvdlite_launcher) ── assignments ──► worker
+
+`hvdlite` and `hvdlite_launcher` import it. It imports the standard library alone, and psutil on use.
+Modules import only what stands before them:
+
+    errors < codec < store_requests < assignments < safe_paths < addresses < processes
+"""

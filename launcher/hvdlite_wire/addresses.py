@@ -1,0 +1,54 @@
+"""
+This host's addresses, network interfaces and routes, as the kernel knows them: nothing is sent to other hosts.
+
+Interface names are never compared between hosts, where they may differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Iterator
+
+LOOPBACK = "127.0.0.1"
+
+# Addresses that are never in use (RFC 5737, RFC 3849): the route to them is the default route.
+ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+
+DISCARD_PORT = 9
+"""A port at which usually nothing listens."""
+
+
+def interfaces() -> dict[str, list[str]]:
+    """Returns the addresses of each interface: IPv4 before IPv6, link-local ones last."""
+    import psutil  # noqa: PLC0415  # costs 20 ms, seldom needed
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: sorted((each.address for each in addresses if each.family in families), key=_least_useful_last)
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+
+
+def interface_with(address: str) -> str | None:
+    """Returns the name of the interface with this address, or None."""
+    wanted = ipaddress.ip_address(address)
+    for name, addresses in interfaces().items():
+        if any(ipaddress.ip_address(own) == wanted for own in addresses):
+            return name
+    return None
+
+
+def addresses_towards(target: str) -> Iterator[str]:
+    """Yields this host's address on the route to each address of another host; none where there is no route."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(target, DISCARD_PORT, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # on a UDP socket this only chooses the route
+                yield str(probe.getsockname()[0])
+
+
+def _least_useful_last(address: str) -> tuple[bool, bool]:
+    parsed = ipaddress.ip_address(address)
+    return parsed.is_link_local, parsed.version == 6
