@@ -11,7 +11,7 @@ connected to, this process connects to itself. `gloo.open_proven` then finds tha
 
 `runtime.elastic_world` makes one for each attempt of an elastic job, and one for the groups that are opened later in
 the world, which `runtime.world` gives up at the generation's end. Where another host refuses connections, gloo fails at
-once on the rank that connects: `Refusals` tell hvdlite-run so.
+once on the rank that connects: `hvdlite_wire.field_types.Refusals` tell hvdlite-run so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 
 from .gloo import Connections, loops_connecting, make_devices, sockets_of
 from .keepalive import address_in, is_probed, probe, silence_s
@@ -40,14 +39,6 @@ _MOST_GIVING_UP_S = 5.0
 
 # What gloo's pairs send first: the number of the pair, which is that of the rank in a group with a device of its own.
 _PAIR = struct.Struct("=Q")
-
-
-@dataclass(frozen=True, slots=True)
-class Refusals:
-    """The addresses at which gloo listens here, and those that have refused a connection, as far as is known."""
-
-    addresses: tuple[str, ...] = ()
-    refused_by: tuple[str, ...] = ()
 
 
 def own_addresses() -> tuple[str, ...]:

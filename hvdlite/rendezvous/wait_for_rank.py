@@ -20,7 +20,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdlite_wire.assignments import ANSWERS, Dismissal, RankAssignment, standby_key
+from hvdlite_wire.assignments import ANSWERS, Dismissal, RankAssignment, assignment_key, standby_key
 from hvdlite_wire.store_requests import StoreRequest
 
 from ..errors import CommunicationError, WorkerRemovedError
@@ -100,7 +100,7 @@ def wait_for_rank(client: StoreClient, worker: int, after: int) -> RankAssignmen
     """
     log.info("worker %d waits for hvdlite-run to give it a rank, after generation %d", worker, after)
     try:
-        (answer,) = client.get([f"assignment/{worker}/{after}".encode()])
+        (answer,) = client.get([assignment_key(worker, after)])
     except (OSError, ValueError) as error:
         raise CommunicationError(f"hvd.init() failed: worker {worker} was given no rank: {error}") from error
     told = ANSWERS.decode(answer)

@@ -9,7 +9,6 @@ Connects the ranks of a launcher's job: opens the store that they share and the 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -20,11 +19,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from hvdlite_wire.assignments import NewWorkerPolicy, RankAssignment
+from hvdlite_wire.codec import encode
+from hvdlite_wire.field_types import Refusals
 from hvdlite_wire.store_requests import StoreRequest
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from .. import forks
-from ..comm.connecting import Connecting, Refusals
+from ..comm.connecting import Connecting
 from ..comm.engine import TorchEngineFactory, allow_collectives
 from ..comm.gloo import Connections, open_proven
 from ..comm.keepalive import Keepalive
@@ -203,7 +204,7 @@ class LauncherEnd:
 
         ``refusals`` is given if this worker could not connect to the other ranks of an elastic job's generation.
         """
-        further = () if refusals is None else (json.dumps([refusals.addresses, refusals.refused_by]).encode(),)
+        further = () if refusals is None else (encode(refusals),)
         with contextlib.suppress(CommunicationError):
             self._request(StoreRequest.INIT_FAILED, _GIVING_UP, generation, *further)
 

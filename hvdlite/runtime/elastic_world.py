@@ -15,9 +15,10 @@ from datetime import timedelta
 
 import torch
 from hvdlite_wire.assignments import RankAssignment
+from hvdlite_wire.field_types import Refusals
 from hvdlite_wire.store_requests import StoreRequest
 
-from ..comm.connecting import Connecting, Refusals
+from ..comm.connecting import Connecting
 from ..comm.engine import SingleRankFactory
 from ..comm.gloo import InitTimeout, cut_links
 from ..comm.group import Group

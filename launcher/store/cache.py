@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from hvdlite_wire.assignments import NewWorkerPolicy
+from hvdlite_wire.codec import decode
 from hvdlite_wire.errors import MessageError
+from hvdlite_wire.field_types import Links, Refusals
 from hvdlite_wire.store_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, generation_of, pack, unpack
 
-from ..wire.agent_frames import read_links, read_refusals
 from ..wire.messages import Alive, InitDone, InitFailed, InitStarted, Stalled
 from ..wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, StoreCommand, StoreEvent, Want
 
@@ -162,7 +163,8 @@ class Cache:
     def _announce(self, what: type[_Announcement], parts: list[bytes]) -> None:
         if what is InitFailed and len(parts) == 3:
             worker, after = self._numbers(parts[:2], least=2, most=2)
-            self._send(InitFailed(worker, after, True, *read_refusals(parts[2])))
+            refusals = decode(Refusals, parts[2])
+            self._send(InitFailed(worker, after, True, refusals.addresses, refusals.refused_by))
             return
         match self._numbers(parts, least=1, most=3 if what is InitStarted else 2):
             case [worker]:
@@ -179,8 +181,9 @@ class Cache:
         match parts[3:]:
             case []:
                 self._send(Alive(worker, number, waited_ms / 1000))
-            case [links]:
-                self._send(Alive(worker, number, waited_ms / 1000, *read_links(links)))
+            case [data]:
+                links = decode(Links, data)
+                self._send(Alive(worker, number, waited_ms / 1000, links.addresses, links.silent_s))
             case _:
                 raise MessageError("an answer has at most four parts")
 

@@ -1,22 +1,19 @@
-"""Encodes, decodes and validates the messages between launcher and agent: each field of a message has a check here.
+"""Encodes and decodes the messages between launcher and agent.
 
 A frame is a header (kind, number, length of the payload) and the payload. Output, input and values of the store are
-sent as raw bytes, so large amounts of them cost no more than a copy. All other messages are small and sent as JSON. The
-messages are defined in `messages` and `store_messages`. `agents.remote_agent` calls this module in the launcher,
-`channel` in the agent.
+sent as raw bytes, so large amounts of them cost no more than a copy. All other messages are small and sent as JSON,
+which `hvdlite_wire.codec` checks. The messages are defined in `messages` and `store_messages`. `agents.remote_agent`
+calls this module in the launcher, `channel` in the agent.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import json
-import re
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
 
-from hvdlite_wire.assignments import NewWorkerPolicy
+from hvdlite_wire import codec
 from hvdlite_wire.errors import MessageError
 
 from ..errors import ProtocolError
@@ -66,192 +63,41 @@ _STREAM_KINDS: dict[Stream, int] = {stream: kind for kind, stream in _STREAMS.it
 _INPUT_KIND = 18
 
 
-# Each function below checks a value that was received and returns it, or raises one of `_WRONG`. Numbers have limits,
-# since one that is too large would only fail later, in code that does not handle it.
-
-_MOST_WORKERS, _MOST_GENERATIONS, _MOST_BYTES, _LAST_PORT, _LAST_PID = 10**6, 10**9, 1 << 40, 65535, 2**31 - 1
-_MOST_QUESTIONS, _MOST_SECONDS = 10**9, 10.0**6
-
-
-def _number(least: int, most: int) -> Callable[[Any], int]:
-    def check(value: Any) -> int:
-        if type(value) is not int or not least <= value <= most:
-            raise TypeError(value)
-        return value
-
-    return check
-
-
-_worker = _number(0, _MOST_WORKERS)
-
-
-def _seconds(value: Any) -> float:
-    if type(value) is not float or not 0 <= value < _MOST_SECONDS:
-        raise TypeError(value)
-    return value
-
-
-def _bool(value: Any) -> bool:
-    if type(value) is not bool:
-        raise TypeError(value)
-    return value
-
-
-def _str(value: Any) -> str:
-    if not isinstance(value, str) or "\0" in value:
-        raise TypeError(value)
-    value.encode(errors="surrogateescape")  # fails for a lone surrogate, unless it stands for a byte that is not UTF-8
-    return value
-
-
-def _or_none(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else check(value)
-
-
-def _address(value: Any) -> str:
-    return str(ipaddress.ip_address(_str(value)))
-
-
-def _token(value: Any) -> str:
-    if not re.fullmatch(r"[0-9a-z-]+", _str(value)):  # it becomes part of a path
-        raise ValueError(value)
-    return str(value)
-
-
-def _each(check: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
-    def check_all(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list):
-            raise TypeError(value)
-        return tuple(check(item) for item in value)
-
-    return check_all
-
-
-def _silences(value: Any) -> dict[str, float]:
-    return {_address(other): _seconds(since_s) for other, since_s in value.items()}
-
-
-def _words(value: Any) -> tuple[str, ...]:
-    first, *rest = _each(_str)(value)
-    return (first, *rest)
-
-
-def _environment(value: Any) -> dict[str, str]:
-    if any("=" in name for name in value):
-        raise ValueError(value)
-    return {_str(name): _str(text) for name, text in value.items()}
-
-
-def _environments(value: Any) -> dict[int, dict[str, str]]:
-    return {_worker(int(number)): _environment(own) for number, own in value.items()}
-
-
-_OF_INIT: Mapping[str, Callable[[Any], Any]] = {"worker": _worker, "after": _or_none(_number(0, _MOST_GENERATIONS))}
-
-_WRONG = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
-
-# The messages sent as JSON: the kind of each, and a check for each of its fields.
-_JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
-    Started: (3, {"worker": _worker, "pid": _number(1, _LAST_PID)}),
-    Exited: (
-        4,
-        {
-            "worker": _worker,
-            "returncode": _number(-255, 255),
-            **dict.fromkeys(("peer_lost", "left", "peer_left", "apart"), _bool),
-            "peak_memory": _number(0, 1 << 60),
-        },
-    ),
-    PeakMemory: (32, {"worker": _worker, "size": _number(0, 1 << 60)}),
-    Refused: (5, {"why": _str, "exit_code": _number(1, 255), "worker": _or_none(_worker)}),
-    InputWanted: (6, {"worker": _worker}),
-    Hello: (
-        7,
-        {
-            "version": _str,
-            "slots": _or_none(_number(1, _MOST_WORKERS)),
-            "address": _or_none(_address),
-            "port": _number(1, _LAST_PORT),
-            "machine": _or_none(_str),
-        },
-    ),
-    Beat: (8, {}),
-    InitStarted: (9, {**_OF_INIT, "newcomers": lambda value: NewWorkerPolicy(_number(0, 3)(value))}),
-    InitDone: (10, _OF_INIT),
-    InitFailed: (
-        14,
-        {**_OF_INIT, "is_unconnected": _bool, "addresses": _each(_address), "refused_by": _each(_address)},
-    ),
-    Alive: (
-        26,
-        {
-            "worker": _worker,
-            "number": _number(0, _MOST_QUESTIONS),
-            "waited_s": _seconds,
-            "addresses": _each(_address),
-            "silent_s": _silences,
-        },
-    ),
-    Stalled: (27, {"worker": _worker, "waited_s": _seconds}),
-    Reported: (28, {"worker": _worker, "number": _number(0, _MOST_QUESTIONS), "facts": _str}),
-    TakeReport: (29, {"number": _number(0, _MOST_QUESTIONS)}),
-    Progressed: (30, {"worker": _worker, "number": _number(0, _MOST_QUESTIONS), "facts": _str}),
-    AskProgress: (31, {"number": _number(0, _MOST_QUESTIONS)}),
-    StartJob: (
-        16,
-        {
-            "token": _token,
-            "command": _words,
-            "cwd": _str,
-            "environment": _environment,
-            "inherits": _bool,
-            "peers": _each(_address),
-            "in_python": _bool,
-            "as_horovod": _bool,
-            "forks": _bool,
-            "slots": _number(1, _MOST_WORKERS),
-            "workers": _environments,
-        },
-    ),
-    StartWorkers: (25, {"workers": _environments}),
-    SignalWorkers: (17, {"numbers": _each(_worker), "signum": _number(1, 64)}),
-    OutputTaken: (23, {"count": _number(0, _MOST_BYTES)}),
-    Greet: (19, {"version": _str, "beats": _bool, "count_slots": _bool, "interface": _or_none(_str)}),
+# The messages sent as JSON, and the kind of each.
+_KINDS_OF_JSON: Mapping[type[Message], int] = {
+    Started: 3,
+    Exited: 4,
+    Refused: 5,
+    InputWanted: 6,
+    Hello: 7,
+    Beat: 8,
+    InitStarted: 9,
+    InitDone: 10,
+    InitFailed: 14,
+    StartJob: 16,
+    SignalWorkers: 17,
+    Greet: 19,
+    OutputTaken: 23,
+    StartWorkers: 25,
+    Alive: 26,
+    Stalled: 27,
+    Reported: 28,
+    TakeReport: 29,
+    Progressed: 30,
+    AskProgress: 31,
+    PeakMemory: 32,
 }
-_JSON_BY_KIND = {kind: (message, fields) for message, (kind, fields) in _JSON.items()}
-_KINDS = frozenset({*_STREAMS, _INPUT_KIND, *store_messages.KINDS, *_JSON_BY_KIND})
+# In another version they may have more fields. They are read all the same, since they tell which version it is.
+_GREETINGS = (_KINDS_OF_JSON[Hello], _KINDS_OF_JSON[Greet])
+_OF_KIND = {kind: message for message, kind in _KINDS_OF_JSON.items()}
+_KINDS = frozenset({*_STREAMS, _INPUT_KIND, *store_messages.KINDS, *_OF_KIND})
 _COMMANDS = (StartJob, StartWorkers, SignalWorkers, TakeReport, AskProgress, OutputTaken, Greet)
-_OF_LAUNCHER = {_INPUT_KIND, *store_messages.COMMAND_KINDS, *(_JSON[command][0] for command in _COMMANDS)}
-_BEAT_KIND = _JSON[Beat][0]
+_OF_LAUNCHER = {_INPUT_KIND, *store_messages.COMMAND_KINDS, *(_KINDS_OF_JSON[command] for command in _COMMANDS)}
 
-FROM_LAUNCHER = frozenset({*_OF_LAUNCHER, _BEAT_KIND})
+FROM_LAUNCHER = frozenset({*_OF_LAUNCHER, _KINDS_OF_JSON[Beat]})
 """The kinds of frames that the launcher may send."""
 FROM_AGENT = _KINDS - _OF_LAUNCHER
 """The kinds of frames that an agent may send."""
-
-
-def read_links(data: bytes) -> tuple[tuple[str, ...], dict[str, float]]:
-    """Returns a worker's own addresses and its silent ones, for `Alive`, from what the worker sends.
-
-    Raises a `MessageError` for anything else.
-    """
-    try:
-        addresses, silent_s = json.loads(data)
-        return _each(_address)(addresses), _silences(silent_s)
-    except _WRONG as error:
-        raise MessageError(f"what a worker says of its connections is wrong: {data[:40]!r}") from error
-
-
-def read_refusals(data: bytes) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns a worker's own addresses and those that refused it, for `InitFailed`, from what the worker sends.
-
-    Raises a `MessageError` for anything else.
-    """
-    try:
-        addresses, refused_by = json.loads(data)
-        return _each(_address)(addresses), _each(_address)(refused_by)
-    except _WRONG as error:
-        raise MessageError(f"what a worker says of its connections is wrong: {data[:40]!r}") from error
 
 
 def encode(message: Message) -> bytes:
@@ -263,12 +109,12 @@ def encode(message: Message) -> bytes:
     if isinstance(message, StoreEvent | StoreCommand):
         kind, number, payload = store_messages.to_wire(message)
         return _HEADER.pack(kind, number, len(payload)) + payload
-    payload = json.dumps(asdict(message)).encode()
+    payload = codec.encode(message)
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ProtocolError(
             f"command and environment have {len(payload)} bytes, more than the limit of {MAX_PAYLOAD_BYTES}"
         )
-    return _HEADER.pack(_JSON[type(message)][0], 0, len(payload)) + payload
+    return _HEADER.pack(_KINDS_OF_JSON[type(message)], 0, len(payload)) + payload
 
 
 class Decoder:
@@ -302,7 +148,7 @@ class Decoder:
 
 
 def _limit(kind: int) -> int:
-    return _MAX_WORDS_BYTES if kind in _JSON_BY_KIND and kind not in _OF_LAUNCHER else MAX_PAYLOAD_BYTES
+    return _MAX_WORDS_BYTES if kind in _OF_KIND and kind not in _OF_LAUNCHER else MAX_PAYLOAD_BYTES
 
 
 def _decode(kind: int, number: int, payload: bytes) -> Message:
@@ -310,14 +156,11 @@ def _decode(kind: int, number: int, payload: bytes) -> Message:
         return Output(number, _STREAMS[kind], payload)
     if kind == _INPUT_KIND:
         return Input(number, payload)
-    if kind in store_messages.KINDS:
-        try:
-            return store_messages.from_wire(kind, number, payload)
-        except MessageError as error:
-            raise ProtocolError("invalid frame of the store") from error
-    message, fields = _JSON_BY_KIND[kind]
     try:
-        given = json.loads(payload)
-        return message(**{name: check(given[name]) for name, check in fields.items()})
-    except _WRONG as error:
+        if kind in store_messages.KINDS:
+            return store_messages.from_wire(kind, number, payload)
+        if kind in _GREETINGS:
+            payload = codec.encode(json.loads(payload)[: len(fields(_OF_KIND[kind]))])
+        return codec.decode(_OF_KIND[kind], payload)
+    except (MessageError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ProtocolError(f"invalid frame of kind {kind}: {payload[:40]!r}") from error

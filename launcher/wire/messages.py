@@ -6,7 +6,8 @@
                                                                      Progressed, Exited, Refused, Beat ── agent
 
 To end a job the launcher sends `SignalWorkers`, and at last closes the agent's stdin: the agent then kills what is
-left. The messages about the rendezvous store are in `store_messages`, and `agent_frames` encodes both as bytes.
+left. The messages about the rendezvous store are in `store_messages`, and `agent_frames` encodes both as bytes. The
+types of the fields say what is allowed in what was received.
 `Answered`, `Lost`, `AgentSaid`, `HostsFound`, `DiscoveryFailed`, `Unresponsive`, `FaultAsked`, `StepDiscarded`,
 `LostInCommit`, `Interrupted`, `InputRead`, `ReportAsked`, `UserSignal`, `ScreenFailed` and `ScreenDone` are created in
 the launcher and never sent.
@@ -16,14 +17,39 @@ the launcher and never sent.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from hvdlite_wire.assignments import NewWorkerPolicy
+from hvdlite_wire.codec import Between
+from hvdlite_wire.field_types import Address, Bytes, Count, Pid, Seconds, Text, WorkerNumber
 
 from .store_messages import StoreCommand, StoreEvent
 
+
+def _not_empty(words: tuple[str, ...]) -> tuple[str, ...]:
+    if not words:
+        raise ValueError("it has no word")
+    return words
+
+
+def _names_without_equals(variables: Mapping[str, str]) -> Mapping[str, str]:
+    if any("=" in name for name in variables):
+        raise ValueError("a variable's name has no equals sign")
+    return variables
+
+
+def _part_of_a_path(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-z-]+", text):
+        raise ValueError("it is no job's token")
+    return text
+
+
+Words = Annotated[tuple[Text, ...], _not_empty]
+Variables = Annotated[Mapping[Text, Text], _names_without_equals]
+Token = Annotated[str, _part_of_a_path]
 Stream = Literal["stdout", "stderr"]
 
 
@@ -41,15 +67,15 @@ class Output:
 
 @dataclass(frozen=True)
 class Started:
-    worker: int
-    pid: int
+    worker: WorkerNumber
+    pid: Pid
 
 
 @dataclass(frozen=True)
 class InputWanted:
     """A worker's stdin pipe has accepted everything that was sent: the launcher may send one more `Input`."""
 
-    worker: int
+    worker: WorkerNumber
 
 
 @dataclass(frozen=True)
@@ -59,8 +85,8 @@ class InitStarted:
     ``after``: in an elastic job, the last generation that it was given a rank in, 0 if it was in none; else None.
     """
 
-    worker: int
-    after: int | None = None
+    worker: WorkerNumber
+    after: Count | None = None
     newcomers: NewWorkerPolicy = NewWorkerPolicy.WELCOME
 
 
@@ -68,8 +94,8 @@ class InitStarted:
 class InitDone:
     """A worker's hvd.init() has succeeded."""
 
-    worker: int
-    after: int | None = None
+    worker: WorkerNumber
+    after: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -81,11 +107,11 @@ class InitFailed:
     ``addresses`` are its own for connections to other hosts, and ``refused_by`` are those that refused it, if known.
     """
 
-    worker: int
-    after: int | None = None
+    worker: WorkerNumber
+    after: Count | None = None
     is_unconnected: bool = False
-    addresses: tuple[str, ...] = ()
-    refused_by: tuple[str, ...] = ()
+    addresses: tuple[Address, ...] = ()
+    refused_by: tuple[Address, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,37 +123,37 @@ class Alive:
     come from other addresses, if that is long.
     """
 
-    worker: int
-    number: int
-    waited_s: float
-    addresses: tuple[str, ...] = ()
-    silent_s: Mapping[str, float] = field(default_factory=dict)
+    worker: WorkerNumber
+    number: Count
+    waited_s: Seconds
+    addresses: tuple[Address, ...] = ()
+    silent_s: Mapping[Address, Seconds] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Stalled:
     """A worker has waited for other ranks for longer than its stall warning's time. Sent once in each wait."""
 
-    worker: int
-    waited_s: float
+    worker: WorkerNumber
+    waited_s: Seconds
 
 
 @dataclass(frozen=True)
 class Reported:
     """What an agent has found out about a worker, for the report ``number``: JSON, as `host.collect` describes it."""
 
-    worker: int
-    number: int
-    facts: str
+    worker: WorkerNumber
+    number: Count
+    facts: Text
 
 
 @dataclass(frozen=True)
 class Progressed:
     """How far a worker is: JSON, as `host.ask_progress` describes it. ``number``: the question's; 0 at its end."""
 
-    worker: int
-    number: int
-    facts: str
+    worker: WorkerNumber
+    number: Count
+    facts: Text
 
 
 @dataclass(frozen=True)
@@ -141,12 +167,12 @@ class Exited:
     that its process, or a child it has waited for, had at a time; 0 if that is not known, or follows in `PeakMemory`.
     """
 
-    worker: int
-    returncode: int
+    worker: WorkerNumber
+    returncode: Annotated[int, Between(-255, 255)]
     peer_lost: bool = False
     left: bool = False
     peer_left: bool = False
-    peak_memory: int = 0
+    peak_memory: Bytes = 0
     apart: bool = False
 
 
@@ -154,8 +180,8 @@ class Exited:
 class PeakMemory:
     """What an earlier `Exited` of this worker did not say yet. ``size`` is in bytes, as its ``peak_memory``."""
 
-    worker: int
-    size: int
+    worker: WorkerNumber
+    size: Bytes
 
 
 @dataclass(frozen=True)
@@ -166,10 +192,10 @@ class Refused:
     agent's host, None for the launcher's machine. The launcher sets it on receipt.
     """
 
-    why: str
-    exit_code: int
-    host: str | None = None
-    worker: int | None = None
+    why: Text
+    exit_code: Annotated[int, Between(1, 255)]
+    host: Text | None = None
+    worker: WorkerNumber | None = None
 
 
 @dataclass(frozen=True)
@@ -181,11 +207,11 @@ class Hello:
     agent keeps free, for rank 0 to listen on. ``machine`` identifies the machine and container, None if unknown.
     """
 
-    version: str
-    slots: int | None
-    address: str | None
-    port: int
-    machine: str | None = None
+    version: Text
+    slots: Annotated[int, Between(1, 10**6)] | None
+    address: Address | None
+    port: Annotated[int, Between(1, 65535)]
+    machine: Text | None = None
 
 
 @dataclass(frozen=True)
@@ -380,10 +406,10 @@ class Greet:
     network interface chosen by the user, or several separated by commas: the agent uses the first that its host has.
     """
 
-    version: str
+    version: Text
     beats: bool
     count_slots: bool
-    interface: str | None
+    interface: Text | None
 
 
 @dataclass(frozen=True)
@@ -398,44 +424,44 @@ class StartJob:
     the job's other hosts; none if it has no others and will have none.
     """
 
-    token: str
-    command: tuple[str, ...]
-    cwd: str
-    environment: Mapping[str, str]
+    token: Token
+    command: Words
+    cwd: Text
+    environment: Variables
     inherits: bool
-    peers: tuple[str, ...]
+    peers: tuple[Address, ...]
     in_python: bool
     as_horovod: bool
     forks: bool
-    slots: int
-    workers: Mapping[int, Mapping[str, str]]
+    slots: Annotated[int, Between(1, 10**6)]
+    workers: Mapping[WorkerNumber, Variables]
 
 
 @dataclass(frozen=True)
 class StartWorkers:
     """Starts more workers of the job that `StartJob` has started on the host."""
 
-    workers: Mapping[int, Mapping[str, str]]
+    workers: Mapping[WorkerNumber, Variables]
 
 
 @dataclass(frozen=True)
 class SignalWorkers:
-    numbers: tuple[int, ...]
-    signum: int
+    numbers: tuple[WorkerNumber, ...]
+    signum: Annotated[int, Between(1, 64)]
 
 
 @dataclass(frozen=True)
 class TakeReport:
     """Asks an agent for a `Reported` about each worker that runs on its host."""
 
-    number: int
+    number: Count
 
 
 @dataclass(frozen=True)
 class AskProgress:
     """Asks an agent for a `Progressed` about each worker that runs on its host."""
 
-    number: int
+    number: Count
 
 
 @dataclass(frozen=True)
@@ -450,7 +476,7 @@ class Input:
 class OutputTaken:
     """``count`` more bytes of output have been shown or discarded, so the agent may send that many more."""
 
-    count: int
+    count: Annotated[int, Between(0, 1 << 40)]
 
 
 Command = (

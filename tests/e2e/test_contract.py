@@ -1,4 +1,4 @@
-"""Launcher and library share no code: these tests check that they agree on the worker's environment."""
+"""Launcher and library share little code: these tests check that they agree on the worker's environment."""
 
 import logging
 import sys

@@ -24,7 +24,7 @@ def test_an_answer_has_how_long_the_rank_has_waited_and_what_it_knows_of_its_lin
     answer = responder.respond(ElasticWorker(3, "unix:///x"), lambda: 2.5, lambda: keepalive)
     answer(b"7")
     client.request.assert_called_once_with(
-        StoreRequest.ALIVE, [b"3", b"7", b"2500", b'[["10.0.0.1"], {"10.0.0.2": 1.5}]']
+        StoreRequest.ALIVE, [b"3", b"7", b"2500", b'[["10.0.0.1"],{"10.0.0.2":1.5}]']
     )
 
 

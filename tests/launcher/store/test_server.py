@@ -220,7 +220,7 @@ def test_a_worker_that_could_not_connect_says_where_it_is_and_who_has_refused_it
     assert sent == [InitFailed(7, 3, True, ("10.0.0.1",), ("fe80::1", "10.0.0.2"))]
     for wrong in (b"", b"[]", b'[["x"], []]', b'[["10.0.0.1"], {}]'):
         cache.request(StoreRequest.INIT_FAILED, pack([b"7", b"3", wrong]), lambda *reply: replies.append(reply))
-    assert [(code, b"connections is wrong" in payload) for code, payload in replies] == [(FAILED, True)] * 4
+    assert [(code, b"is not Refusals" in payload) for code, payload in replies] == [(FAILED, True)] * 4
     assert len(sent) == 1
 
 

@@ -137,7 +137,9 @@ def test_any_json_in_a_frame_is_one_message_or_an_error(kind, value):
     assert len(messages) == 1
 
 
-@pytest.mark.parametrize("payload", [b"", b"{", b"\xff", b"[" * 100_000, b"1e999999", b'{"worker": true, "pid": 1}'])
+@pytest.mark.parametrize(
+    "payload", [b"", b"{", b"\xff", b"[" * 100_000, b"1e999999", b"[true, 1]", b'{"worker": 0, "pid": 1}']
+)
 def test_a_payload_that_is_not_what_its_kind_says_is_an_error(payload):
     with pytest.raises(ProtocolError):
         list(Decoder().feed(_frame(3, payload)))
@@ -156,6 +158,15 @@ def test_any_bytes_in_a_frame_of_the_store_are_one_message_or_an_error(kind, num
 def test_a_bad_header_is_told_before_its_payload_is_waited_for(header):
     with pytest.raises(ProtocolError, match="invalid frame: "):
         list(Decoder().feed(struct.pack(">BII", *header)))
+
+
+def test_a_greeting_of_a_version_with_more_fields_is_read_for_its_version():
+    hello = Hello("7.0", None, None, 1, None)
+    (message,) = Decoder().feed(_frame(7, json.dumps(["7.0", None, None, 1, None, {"new": 1}]).encode()))
+    assert message == hello
+    for payload in (b"{}", b"7", b"", b"[" * 100_000, b'["7.0"]'):
+        with pytest.raises(ProtocolError):
+            list(Decoder().feed(_frame(7, payload)))
 
 
 def test_messages_before_the_garbage_still_come_out():
@@ -177,7 +188,7 @@ RIGHT = {
         "peak_memory": 0,
         "apart": True,
     },
-    5: {"why": "no", "exit_code": 1, "worker": None},
+    5: {"why": "no", "exit_code": 1, "host": None, "worker": None},
     7: {"version": "1", "slots": None, "address": "10.0.0.1", "port": 1, "machine": None},
     17: {"numbers": [0], "signum": 15},
     19: {"version": "1", "beats": True, "count_slots": False, "interface": None},
@@ -193,7 +204,7 @@ RIGHT[9] = {"worker": 0, "after": None, "newcomers": 0}
 HUGE = 10**4000
 WRONG = {
     **dict.fromkeys(["worker", "pid", "returncode", "exit_code", "port", "count", "signum"], (HUGE, -300, 1.0, True)),
-    **dict.fromkeys(["why", "version", "cwd", "token", "interface"], ("\0", "\ud800", 1, ["x"])),
+    **dict.fromkeys(["why", "version", "cwd", "token", "interface", "host"], ("\0", "\ud800", 1, ["x"])),
     **dict.fromkeys(
         ["beats", "left", "inherits", "peer_lost", "peer_left", "count_slots", "in_python", "as_horovod", "forks"],
         (0, "true"),
@@ -221,7 +232,7 @@ WRONG = {
 @pytest.mark.parametrize("kind", RIGHT)
 def test_a_field_that_is_missing_or_not_what_it_counts_is_an_error_and_no_other_is(kind):
     def read(payload):
-        return list(Decoder().feed(_frame(kind, json.dumps(payload).encode())))
+        return list(Decoder().feed(_frame(kind, json.dumps(list(payload.values())).encode())))
 
     assert len(read(RIGHT[kind])) == 1
     for name in RIGHT[kind]:
@@ -234,7 +245,7 @@ def test_a_field_that_is_missing_or_not_what_it_counts_is_an_error_and_no_other_
 
 def test_bytes_of_a_name_that_are_no_text_are_kept():
     start = json.loads(json.dumps({**RIGHT[16], "environment": {"A": "\udcff"}}))
-    (message,) = Decoder().feed(_frame(16, json.dumps(start).encode()))
+    (message,) = Decoder().feed(_frame(16, json.dumps(list(start.values())).encode()))
     assert message.environment == {"A": "\udcff"}
 
 
