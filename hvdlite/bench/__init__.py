@@ -7,5 +7,5 @@ Figures of hvdlite's speed are measured here. The things compared take turns in 
 with quartiles. Modules import only those before them, and any of the library:
 
     units < arguments < ranks < plot < report < workloads < variants < allreduce < step < memory < techniques
-    < learning < links_worker < namespaces < links < command_line < __main__
+    < links_worker < namespaces < links < command_line < __main__
 """

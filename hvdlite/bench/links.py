@@ -4,8 +4,7 @@
     Links ── namespaces.Hosts, limited to a rate ── links_worker on each ── lines of samples ── Case ── Report
           └─ --rates as-is: links_worker.measure on the ranks of the user's own job
 
-With --to-loss each technique trains the small problem of `learning` to a loss, by links_worker.learn. The hosts that it
-makes are network namespaces of this machine, with one rank and one core each.
+The hosts that it makes are network namespaces of this machine, with one rank and one core each.
 """
 
 from __future__ import annotations
@@ -21,18 +20,7 @@ from typing import ClassVar
 
 from ..rendezvous.launchers import read_placement
 from .arguments import UsageError, flag, read_count, some_of
-from .learning import (
-    MODEL_NAME,
-    MOST_STEPS,
-    ROWS,
-    USUAL_LOSS,
-    Problem,
-    Progress,
-    progress_of,
-    read_loss,
-    steps_of_block,
-)
-from .links_worker import COUNTERS, TO_LOSS, learn, measure
+from .links_worker import COUNTERS, measure
 from .namespaces import Hosts, bits_per_s, why_no_hosts
 from .plot import Bars, Chart
 from .ranks import Job, Ranks, Samples
@@ -61,13 +49,9 @@ def read_rates(text: str) -> tuple[str, ...]:
 
 @dataclass
 class LinkCase(Case):
-    """The samples of one rate: seconds in ``samples``, and the bytes that a host has sent, of a step in both.
-
-    ``losses`` has the loss after each, with --to-loss.
-    """
+    """The samples of one rate: seconds in ``samples``, and the bytes that a host has sent, of a step in both."""
 
     sent: Samples = field(default_factory=dict)
-    losses: Samples = field(default_factory=dict)
 
 
 @dataclass
@@ -91,21 +75,9 @@ class Links(Comparison):
     )
     model: str | None = field(default=None, metadata=MODEL)
     batch: int | None = field(default=None, metadata=BATCH)
-    steps: int | None = field(
-        default=None,
-        metadata=flag(
-            "COUNT",
-            read_count,
-            f"of each (10), of localsgd and diloco so many intervals; with --to-loss the most steps ({MOST_STEPS})",
-        ),
-    )
-    to_loss: float | None = field(
-        default=None,
-        metadata={
-            **flag("LOSS", read_loss, f"train a small model to this loss ({USUAL_LOSS}) instead", "--to-loss"),
-            "nargs": "?",
-            "const": USUAL_LOSS,
-        },
+    steps: int = field(
+        default=10,
+        metadata=flag("COUNT", read_count, "of each (%(default)s), of localsgd and diloco the intervals"),
     )
 
     columns: ClassVar[Columns] = {
@@ -130,26 +102,19 @@ class Links(Comparison):
         missing = [why for why in map(missing_for, self.techniques) if why is not None]
         if missing:
             raise UsageError(f"--techniques: {missing[0]}")
-        if self.to_loss is not None and (self.model is not None or self.batch is not None):
-            raise UsageError("--to-loss: it has a model and batches of its own: leave out --model and --batch")
         self._workload = workload_of(self.model)
         self._rows = self.batch or self._workload.rows
-        self._steps = self.steps or (10 if self.to_loss is None else MOST_STEPS)
         about: Row = {"model": self._workload.name, "batch": self._rows}
-        if self.to_loss is not None:
-            about = {"model": MODEL_NAME, "batch": ROWS, "loss": self.to_loss}
         self._links = [LinkCase(rate, {"rate": rate, **about}) for rate in self.rates]
         self.cases = self._links
         self.notes = [
             "bytes: what a host has sent in a step, counted by its network interface.",
             f"× {DDP}, × {DDP_FP16}: how many times as many steps in the same time; above 1 is faster.",
         ]
-        if self.to_loss is not None:
-            self.notes = [*self.notes, *self._notes_to_loss()]
         averaged = [f"{name} {TECHNIQUES[name].interval}" for name in self.techniques if TECHNIQUES[name].interval > 1]
         if averaged:
             self.notes = [*self.notes, f"Averages over whole intervals, in steps: {', '.join(averaged)}."]
-        self.turns = len(self.cases) * (self._steps if self.to_loss is None else len(self.techniques))
+        self.turns = len(self.cases) * self.steps
         self._made: Hosts | None = None
         self._names: list[str] = []
         self._failed = False
@@ -185,7 +150,7 @@ class Links(Comparison):
     def _run(self, ranks: Ranks) -> None:
         self.job = Job(self._count, self._count, "gloo") if self._makes_hosts else ranks.job
         self._names = sorted(set(ranks.group.hosts))
-        model = self._workload.make(ranks.device) if self.to_loss is None else Problem(ranks.device).model()
+        model = self._workload.make(ranks.device)
         of_rank = len(self.techniques) * training_bytes(model)
         too_large = ranks.why_too_large(of_rank * (1 if self._made is None else self._made.count))
         if too_large is not None:
@@ -198,12 +163,8 @@ class Links(Comparison):
             (case,) = self._links
             case.samples = {name: [] for name in self.techniques}
             case.sent = {name: [] for name in self.techniques}
-            if self.to_loss is not None:
-                case.losses = {name: [] for name in self.techniques}
-                learn(ranks, self.to_loss, self._steps, case.samples, case.sent, case.losses)
-            else:
-                batch = self._workload.batch(self._rows, 1 + ranks.rank, ranks.device)
-                measure(ranks, model, batch, self._steps, case.samples, case.sent)
+            batch = self._workload.batch(self._rows, 1 + ranks.rank, ranks.device)
+            measure(ranks, model, batch, self.steps, case.samples, case.sent)
 
     def _run_on(self, hosts: Hosts, ranks: Ranks) -> None:
         self._names = hosts.names
@@ -218,54 +179,19 @@ class Links(Comparison):
     def _measure(self, case: LinkCase, hosts: Hosts, ranks: Ranks) -> None:
         """Runs a job, and puts the samples of each round into the case when its line has come."""
         worker = [sys.executable, "-m", "hvdlite.bench.links_worker"]
-        what = [self._workload.name, f"{self._rows}"] if self.to_loss is None else [TO_LOSS, f"{self.to_loss}"]
-        words = [",".join(self.techniques), f"{self._steps}", *what]
+        words = [",".join(self.techniques), f"{self.steps}", self._workload.name, f"{self._rows}"]
         processes = hosts.start([*worker, *words], os.environ)
-        for line in _lines_of_first(processes):
+        for line in lines_of_first(processes):
             found = json.loads(line)
-            before = self._turns_of(case)
-            case.samples, case.sent, case.losses = found["times"], found["sent"], found["losses"]
-            ranks.progress(case.label, self._turns_of(case) - before)
-        case.skipped = _failure(processes)
+            case.samples, case.sent = found["times"], found["sent"]
+            ranks.progress(case.label, 1)
+        case.skipped = failure_of(processes)
         self._failed |= case.skipped is not None
         hosts.end_ranks()
 
-    def _turns_of(self, case: LinkCase) -> int:
-        """Returns how many turns of the progress bar a case has taken: rounds, or techniques at their end."""
-        if self.to_loss is None:
-            return min(map(len, case.samples.values()), default=0)
-        all_progress = [self._progress(case, name) for name in case.losses]
-        return sum(each.reached or each.steps >= self._steps for each in all_progress)
-
     def title(self) -> str:
         made = " (network namespaces)" if self._makes_hosts else ""
-        if self.to_loss is not None:
-            return f"training of {MODEL_NAME} to a loss of {self.to_loss:g}, batch {ROWS}, on {self.job}{made}"
         return f"a training step of {self._workload.name}, batch {self._rows}, on {self.job}{made}"
-
-    def shown_columns(self) -> Columns:
-        if self.to_loss is None:
-            return self.columns
-        left_out = ("quartiles", f"× {DDP_FP16}", "steps")
-        to = f"to {self.to_loss:g}"
-        return {title: show for title, show in self.columns.items() if title not in left_out} | {
-            f"time {to}": _time_to_loss,
-            f"× {DDP} {to}": lambda row: show_ratio(row["times_sooner_than_ddp"]),
-            f"steps {to}": lambda row: f"{row['steps']}" if row["reached"] else "–",
-            f"bytes {to}": lambda row: show_size(row["sent_bytes"]) if row["reached"] else "–",
-        }
-
-    def _notes_to_loss(self) -> list[str]:
-        every = [f"{name} {steps_of_block(name)}" for name in self.techniques if TECHNIQUES[name].interval > 1]
-        others = [f"{steps_of_block(name)}" for name in self.techniques if TECHNIQUES[name].interval == 1][:1]
-        return [
-            f"× {DDP} to {self.to_loss:g}: how many times as soon.",
-            f"The loss is that on rows that are in no batch, after each of so many steps: {', '.join(others + every)}.",
-        ]
-
-    def _progress(self, case: LinkCase, name: str) -> Progress:
-        assert self.to_loss is not None, "there are losses"
-        return progress_of(name, self.to_loss, case.samples[name], case.sent[name], case.losses[name])
 
     def describe(self, case: Case, name: str, medians: Mapping[str, float]) -> Row:
         assert isinstance(case, LinkCase), "all cases are"
@@ -273,23 +199,10 @@ class Links(Comparison):
         for key, rival in (("ddp", DDP), ("ddp_fp16", DDP_FP16)):
             row[f"times_faster_than_{key}"] = ratio_of(medians.get(rival), medians[name])
         bytes_sent = {key: value for key, value in spread(case.sent[name], "bytes").items() if key != "count"}
-        row |= {"interval": TECHNIQUES[name].interval, **bytes_sent}
-        return row if self.to_loss is None else {**row, **self._describe_to_loss(case, name)}
-
-    def _describe_to_loss(self, case: LinkCase, name: str) -> Row:
-        own = self._progress(case, name)
-        ddp = self._progress(case, DDP) if DDP in case.losses else None
-        both = own.reached and ddp is not None and ddp.reached
-        sooner = ratio_of(ddp.seconds, own.seconds) if both and ddp is not None else None
-        return {**own._asdict(), "steps_per_loss": steps_of_block(name), "times_sooner_than_ddp": sooner}
+        return {**row, "interval": TECHNIQUES[name].interval, **bytes_sent}
 
     def chart(self, rows: Sequence[Row]) -> Chart:
-        """Returns a chart of ratios to DDP, with a panel for each rate; of milliseconds if DDP was not measured.
-
-        With --to-loss it is of seconds until the loss.
-        """
-        if self.to_loss is not None:
-            return self._chart_to_loss(rows)
+        """Returns a chart of ratios to DDP, with a panel for each rate; of milliseconds if DDP was not measured."""
         in_ratios = all(row["times_faster_than_ddp"] for row in rows)
         panels = []
         for rate, of_rate in grouped(rows, "rate").items():
@@ -304,18 +217,6 @@ class Links(Comparison):
         caption = f"{self.title()}. Medians, of the slowest rank; whiskers are quartiles."
         return Chart("Training steps over slow links", caption, panels)
 
-    def _chart_to_loss(self, rows: Sequence[Row]) -> Chart:
-        panels = []
-        for rate, of_rate in grouped(rows, "rate").items():
-            lengths = [row["seconds"] if row["reached"] else 0.0 for row in of_rate]
-            shown = [
-                {"variant": row["variant"], "median_s": length, "low_s": length, "high_s": length}
-                for row, length in zip(of_rate, lengths, strict=True)
-            ]
-            panels.append(Bars(rate, "s", shown, "s", 1.0, [_time_to_loss(row) for row in of_rate]))
-        caption = f"{self.title()}. One training each, of the slowest rank."
-        return Chart(f"Seconds to a loss of {self.to_loss:g} over slow links", caption, panels)
-
     def report(self) -> Report:
         report = super().report()
         data = {**report.data, "ranks": self.job.ranks, "hosts": self._names}
@@ -324,7 +225,7 @@ class Links(Comparison):
         return report._replace(data=data, code=int(self._failed))
 
 
-def _lines_of_first(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[bytes]:
+def lines_of_first(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[bytes]:
     """Yields the lines of rank 0's stdout until it ends, or until another rank fails."""
     stdout = processes[0].stdout
     assert stdout is not None, "it is a pipe"
@@ -338,7 +239,7 @@ def _lines_of_first(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[by
             yield from lines
 
 
-def _failure(processes: Sequence[subprocess.Popen[bytes]]) -> str | None:
+def failure_of(processes: Sequence[subprocess.Popen[bytes]]) -> str | None:
     """Returns which rank has failed, or does not end although rank 0 has finished; None if all have ended well."""
     for rank, each in enumerate(processes):
         if any(other.poll() for other in processes):
@@ -350,10 +251,6 @@ def _failure(processes: Sequence[subprocess.Popen[bytes]]) -> str | None:
     codes = [each.poll() for each in processes]
     failed = next((rank for rank, code in enumerate(codes) if code), None)
     return None if failed is None else f"rank {failed} ended with exit code {codes[failed]}, after what stderr says"
-
-
-def _time_to_loss(row: Row) -> str:
-    return show_time(row["seconds"]) if row["reached"] else f"not in {show_count(row['steps'], 'step')}"
 
 
 def _speed(row: Row, ddp_s: float) -> Row:

@@ -3,7 +3,7 @@ The part of `links` that every rank runs: trains with each technique in turns, a
 
 `links` calls `measure` in a user's own job. On hosts that it makes itself, it starts this module as the program of
 each rank, and reads a line of JSON from rank 0's stdout after each round. Its arguments are the techniques, joined by
-commas, and then the number of rounds, the model and the batch size; or the most steps, ``to`` and a loss.
+commas, the number of rounds, the model and the batch size.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ from pathlib import Path
 from torch import nn
 
 from ..runtime.world import current_world, init
-from .learning import Problem, adamw, steps_of_block
 from .ranks import Ranks, Samples
 from .techniques import TECHNIQUES
-from .variants import Training
 from .workloads import WORKLOADS, Batch
 
 COUNTERS = Path("/proc/net/dev")
-TO_LOSS = "to"
 _FIRST_ROWS = 2  # of headings
 _SENT = 8  # the column of sent bytes, after the eight of what was received
 
@@ -55,54 +52,13 @@ def measure(
             stack.callback(training.close)
             for _ in range(technique.warm_ups):
                 training.step(batch)
-            blocks[name] = partial(_block, ranks, partial(training.step, batch), technique.interval, sent[name])
+            blocks[name] = partial(measure_block, ranks, partial(training.step, batch), technique.interval, sent[name])
         ranks.take_turns("rounds", blocks, rounds, times, after_round)
     gc.collect()
 
 
-def learn(
-    ranks: Ranks,
-    loss: float,
-    most_steps: int,
-    times: Samples,
-    sent: Samples,
-    losses: Samples,
-    after_round: Callable[[], object] = lambda: None,
-) -> None:
-    """Trains with each technique from the start until its loss is reached, or it has made ``most_steps``.
-
-    Appends what `measure` does, of blocks of `steps_of_block`, and in ``losses`` the loss after each. Every rank must
-    call it, with the same arguments. What the loss takes is in no time.
-    """
-    problem = Problem(ranks.device)
-    with ExitStack() as stack:
-        blocks = {}
-        for name in times:
-            training = TECHNIQUES[name].make(ranks, problem.model(), adamw)
-            stack.callback(training.close)
-            blocks[name] = partial(_learn, ranks, problem, training, steps_of_block(name), sent[name], losses[name])
-
-        def remove_those_at_the_end() -> None:
-            for name in list(blocks):
-                if losses[name][-1] <= loss or len(losses[name]) * steps_of_block(name) >= most_steps:
-                    del blocks[name]
-            after_round()
-
-        ranks.take_turns("rounds", blocks, most_steps, times, remove_those_at_the_end)
-    gc.collect()
-
-
-def _learn(
-    ranks: Ranks, problem: Problem, training: Training, steps: int, sent: list[float], losses: list[float]
-) -> float:
-    batches = iter(problem.batches(len(losses) * steps, steps, ranks.rank, ranks.size))
-    seconds = _block(ranks, lambda: training.step(next(batches)), steps, sent)
-    # Of all ranks, so that they end in the same round: the last bits may differ between CPUs.
-    losses.append(ranks.slowest(problem.loss(training)))
-    return seconds
-
-
-def _block(ranks: Ranks, step: Callable[[], object], steps: int, sent: list[float]) -> float:
+def measure_block(ranks: Ranks, step: Callable[[], object], steps: int, sent: list[float]) -> float:
+    """Returns the mean seconds of ``steps`` steps, and appends the bytes of one to ``sent``. All ranks must call it."""
     before = read_sent(COUNTERS.read_text())
     seconds = ranks.timed(step, steps)
     # What a rank has sent may wait in its host's queue until the others have received it.
@@ -129,29 +85,22 @@ def most_sent(before: Mapping[str, int], after: Mapping[str, int]) -> int:
     return max((nbytes - before.get(name, 0) for name, nbytes in after.items()), default=0)
 
 
-def main(names: list[str], count: int, what: str, value: str) -> None:
-    """Measures on CPUs, and prints what was measured so far after each round. Every rank of the job must call it.
-
-    ``what`` is a model and ``value`` its batch size, or ``to`` and a loss.
-    """
+def main(names: list[str], rounds: int, model: str, rows: int) -> None:
+    """Measures on CPUs, and prints what was measured so far after each round. Every rank of the job must call it."""
     init()
     ranks = Ranks(current_world(), "cpu")
     times: Samples = {name: [] for name in names}
     sent: Samples = {name: [] for name in names}
-    losses: Samples = {name: [] for name in names}
 
     def tell() -> None:
         if ranks.rank == 0:
-            print(json.dumps({"times": times, "sent": sent, "losses": losses}), flush=True)
+            print(json.dumps({"times": times, "sent": sent}), flush=True)
 
-    if what == TO_LOSS:
-        learn(ranks, float(value), count, times, sent, losses, tell)
-    else:
-        workload = WORKLOADS[what]
-        batch = workload.batch(int(value), 1 + ranks.rank, ranks.device)
-        measure(ranks, workload.make(ranks.device), batch, count, times, sent, tell)
+    workload = WORKLOADS[model]
+    batch = workload.batch(rows, 1 + ranks.rank, ranks.device)
+    measure(ranks, workload.make(ranks.device), batch, rounds, times, sent, tell)
     ranks.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    main(sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

@@ -114,10 +114,6 @@ class Comparison(Command):
     cases: Sequence[Case] = field(default=(), init=False)
     notes: Sequence[str] = field(default=(), init=False)
 
-    def shown_columns(self) -> Columns:
-        """Returns the columns of the table."""
-        return self.columns
-
     @abstractmethod
     def title(self) -> str:
         """Returns the line above the table."""
@@ -139,5 +135,5 @@ class Comparison(Command):
         skipped = [case for case in self.cases if case.skipped]
         data = {"rows": rows, "skipped": [{**case.about, "why": case.skipped} for case in skipped]}
         lines = [*(f"skipped: {case.label}: {case.skipped}" for case in skipped), *self.notes]
-        shown = table(self.title(), rows, self.shown_columns(), self.text_columns)
+        shown = table(self.title(), rows, self.columns, self.text_columns)
         return Report("\n\n".join([shown, "\n".join(lines)]), data, self.chart(rows))

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import os
-import re
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,14 +13,12 @@ import hvdlite as hvd
 from hvdlite.bench import links, namespaces
 from hvdlite.bench.arguments import UsageError
 from hvdlite.bench.command_line import parse
-from hvdlite.bench.learning import Problem
 from hvdlite.bench.links import Links, read_rates
-from hvdlite.bench.links_worker import learn, most_sent, read_sent
+from hvdlite.bench.links_worker import most_sent, read_sent
 from hvdlite.bench.namespaces import bits_per_s
 from hvdlite.bench.plot import Bars
-from hvdlite.bench.ranks import Ranks, Samples
+from hvdlite.bench.ranks import Ranks
 from hvdlite.bench.techniques import TECHNIQUES
-from hvdlite.bench.variants import Training
 from hvdlite.runtime.world import current_world
 
 COUNTERS = """Inter-|   Receive                            |  Transmit
@@ -165,10 +159,10 @@ def test_a_rank_that_is_alone_or_in_a_job_cannot_measure_what_was_asked(monkeypa
 def test_lines_are_read_until_rank_0_ends_or_any_rank_fails(programs, failure, lines):
     processes = [subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE) for text in programs]
     try:
-        read = list(links._lines_of_first(processes))
+        read = list(links.lines_of_first(processes))
         if lines is not None:
             assert read == lines
-        said = links._failure(processes)
+        said = links.failure_of(processes)
         assert said == failure if failure is None else (said is not None and said.startswith(failure))
     finally:
         for each in processes:
@@ -191,139 +185,3 @@ def test_every_technique_trains_and_its_warm_up_is_whole_intervals(name):
         training.close()
     finally:
         ranks.close()
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "3", "nan", "inf", "low", ""])
-def test_a_loss_that_guessing_has_or_nobody_reaches_is_refused(text):
-    with pytest.raises(UsageError) as error:
-        parse(["links", f"--to-loss={text}"], is_first=True)
-    message = (
-        f"hvdlite.bench links: --to-loss: {text!r} is not a loss between 0 and that of guessing, 2.77, such as 1.0"
-    )
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize("words", ["--model gpt", "--batch 4"])
-def test_training_to_a_loss_has_a_model_and_batches_of_its_own(words):
-    with pytest.raises(UsageError, match="it has a model and batches of its own: leave out --model and --batch"):
-        parse(["links", "--to-loss", *words.split()], is_first=True)
-
-
-def test_without_a_value_it_trains_to_the_usual_loss():
-    loss_of = {words: parse(["links", *words.split()], is_first=True).command.to_loss for words in ("", "--to-loss")}
-    assert loss_of == {"": None, "--to-loss": 1.0}
-
-
-def learnt(*names: str) -> Links:
-    """Returns the command with trainings to a loss of 1 at two rates, the second ten times as slow."""
-    command = Links(techniques=names, to_loss=1.0, steps=30)
-    of_blocks = {
-        # Seconds and bytes of a step in each block, and the loss after it.
-        "ddp": ([2.0, 4.0], [100.0, 100.0], [1.5, 0.9]),
-        "int4": ([1.0, 1.0, 2.0], [10.0, 10.0, 13.0], [2.0, 1.5, 1.0]),
-        "powersgd": ([0.5, 0.5, 0.5], [5.0, 5.0, 5.0], [2.0, 1.8, 1.7]),
-        "diloco": ([0.1], [1.0], [0.8]),
-    }
-    for factor, case in zip((1, 10), command._links, strict=True):
-        case.samples = {name: [factor * each for each in of_blocks[name][0]] for name in names}
-        case.sent = {name: of_blocks[name][1] for name in names}
-        case.losses = {name: of_blocks[name][2] for name in names}
-    return command
-
-
-def test_steps_seconds_and_bytes_to_a_loss_are_those_of_all_blocks_until_then():
-    report = learnt("ddp", "int4", "powersgd", "diloco").report()
-    rows = {(row["rate"], row["technique"]): row for row in report.data["rows"]}
-    keys = ("reached", "steps", "seconds", "sent_bytes", "times_sooner_than_ddp")
-    assert {
-        name: tuple(rows["1gbit", name][key] for key in keys) for name in ("ddp", "int4", "powersgd", "diloco")
-    } == {
-        "ddp": (True, 20, 60.0, 2000.0, 1.0),
-        "int4": (True, 30, 40.0, 330.0, 1.5),
-        "powersgd": (False, 30, 15.0, 150.0, None),
-        "diloco": (True, 100, 10.0, 100.0, 6.0),
-    }
-    assert rows["100mbit", "int4"]["seconds"] == 400.0
-    assert rows["1gbit", "int4"]["losses"] == [2.0, 1.5, 1.0]
-    assert rows["1gbit", "int4"]["times_faster_than_ddp"] == 3.0
-    assert (rows["1gbit", "diloco"]["model"], rows["1gbit", "diloco"]["loss"]) == ("small-mlp", 1.0)
-
-
-def test_a_technique_that_does_not_reach_the_loss_says_after_how_many_steps():
-    report = learnt("ddp", "powersgd").report()
-    assert re.search(r"^1gbit +powersgd .* not in 30 steps +– +– +–$", report.text, re.MULTILINE)
-    assert report.code == 0
-    panel = report.chart.panels[0]
-    assert isinstance(panel, Bars)
-    assert [row["median_s"] for row in panel.rows] == [60.0, 0.0]
-    assert panel.texts == ["60.0 s", "not in 30 steps"]
-
-
-def test_nothing_is_sooner_than_a_rival_that_did_not_reach_the_loss():
-    command = learnt("ddp", "int4")
-    for case in command._links:
-        case.losses["ddp"] = [1.5, 1.4]
-    assert [row["times_sooner_than_ddp"] for row in command.report().data["rows"]] == [None] * 4
-
-
-def trained(names: list[str], loss: float, most_steps: int) -> tuple[Samples, Samples, list[list[str]]]:
-    """Returns samples and losses of trainings on one rank, and which have trained in each round."""
-    hvd.init()
-    ranks = Ranks(current_world(), "cpu")
-    times, sent, losses = ({name: [] for name in names} for _ in range(3))
-    counts = []
-    try:
-        learn(ranks, loss, most_steps, times, sent, losses, lambda: counts.append({n: len(losses[n]) for n in names}))
-    finally:
-        ranks.close()
-    assert {name: len(each) for name, each in times.items()} == {name: len(each) for name, each in losses.items()}
-    assert {name: len(each) for name, each in sent.items()} == {name: len(each) for name, each in losses.items()}
-    before = [dict.fromkeys(names, 0), *counts]
-    return times, losses, [[n for n in names if b[n] < a[n]] for b, a in itertools.pairwise([*before])]
-
-
-def test_each_technique_trains_until_its_own_loss_is_reached():
-    _, losses, rounds = trained(["none", "localsgd"], 1.9, 400)
-    for each in losses.values():
-        assert each[-1] <= 1.9 < min(each[:-1])
-    last = {name: len(each) for name, each in losses.items()}
-    assert [[name for name in last if number < last[name]] for number in range(len(rounds))] == rounds
-
-
-def test_a_training_ends_after_the_most_steps_with_or_without_its_loss():
-    _, losses, rounds = trained(["ddp", "localsgd"], 0.001, 24)
-    assert {name: len(each) for name, each in losses.items()} == {"ddp": 3, "localsgd": 3}
-    assert rounds == [["ddp", "localsgd"]] * 3
-
-
-def test_the_same_training_has_the_same_losses_again_with_ddp_too():
-    losses = [trained(names, 0.001, 20)[1] for names in (["none", "ddp"], ["ddp", "none"])]
-    assert losses[0] == losses[1]
-    assert losses[0]["ddp"] == losses[0]["none"]
-
-
-def test_ranks_and_steps_have_batches_of_their_own_and_every_technique_the_same_ones():
-    problem, again = (Problem(torch.device("cpu")) for _ in range(2))
-    inputs = [x for rank in (0, 1) for x, _ in problem.batches(3, 2, rank, 2)]
-    assert not any(torch.equal(a, b) for a, b in itertools.combinations(inputs, 2))
-    for (x, y), (same_x, same_y) in zip(problem.batches(3, 2, 1, 2), again.batches(3, 2, 1, 2), strict=True):
-        assert torch.equal(x, same_x)
-        assert torch.equal(y, same_y)
-
-
-def test_what_is_evaluated_is_what_all_hosts_share():
-    problem = Problem(torch.device("cpu"))
-    model, shared = problem.model(), problem.model()
-    with torch.no_grad():
-        model[0].weight.zero_()
-
-    @contextmanager
-    def averaged():
-        own = copy.deepcopy(model.state_dict())
-        model.load_state_dict(shared.state_dict())
-        yield
-        model.load_state_dict(own)
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss = problem.loss(Training(model, optimizer, averaged=averaged))
-    assert loss == problem.loss(Training(shared, optimizer)) != problem.loss(Training(model, optimizer))
