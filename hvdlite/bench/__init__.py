@@ -6,6 +6,6 @@
 Figures of hvdlite's speed are measured here. The things compared take turns in one process, and are reported as medians
 with quartiles. Modules import only those before them, and any of the library:
 
-    units < arguments < ranks < plot < report < workloads < variants < allreduce < step < memory < techniques
-    < links_worker < namespaces < links < command_line < __main__
+    arguments < ranks < report < training < allreduce < step < memory < links_worker < namespaces < links
+    < command_line < __main__
 """

@@ -18,11 +18,19 @@ from torch import Tensor
 
 from ..comm.group import Group
 from ..errors import HvdliteError
-from .arguments import count_flag, flag, read_sizes, some_of
-from .plot import Chart, Line, Lines, is_own
+from .arguments import (
+    count_flag,
+    flag,
+    read_sizes,
+    show_bandwidth,
+    show_ratio,
+    show_round_time,
+    show_size,
+    show_time,
+    some_of,
+)
 from .ranks import Ranks
-from .report import Case, Columns, Comparison, Row, grouped, ratio_of
-from .units import show_bandwidth, show_ratio, show_round_time, show_size, show_time
+from .report import Case, Chart, Columns, Comparison, Line, Lines, Row, grouped, is_own, ratio_of
 
 # 4 B to 256 MB, by factors of 4.
 DEFAULT_SIZES = tuple(4 * 4**power for power in range(14))

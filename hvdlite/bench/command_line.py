@@ -23,8 +23,7 @@ from .allreduce import AllReduce
 from .arguments import UsageError, flag, one_of
 from .links import Links
 from .memory import Memory
-from .plot import SUFFIXES, draw, require_matplotlib
-from .report import Command, Report
+from .report import SUFFIXES, Command, Report, draw, require_matplotlib
 from .step import Step
 
 PROGRAM = "hvdlite.bench"

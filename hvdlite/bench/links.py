@@ -1,5 +1,5 @@
 """
-`links`: measures training steps between hosts with slow links, with each of several `techniques` of sending gradients.
+`links`: measures training steps between hosts with slow links, with each of several techniques of sending gradients.
 
     Links ── namespaces.Hosts, limited to a rate ── links_worker on each ── lines of samples ── Case ── Report
           └─ --rates as-is: links_worker.measure on the ranks of the user's own job
@@ -19,15 +19,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..rendezvous.launchers import read_placement
-from .arguments import UsageError, flag, read_count, some_of
-from .links_worker import COUNTERS, measure
+from .arguments import UsageError, flag, read_count, show_count, show_ratio, show_size, show_time, some_of
+from .links_worker import COUNTERS, DDP, DDP_FP16, TECHNIQUES, is_ddp, measure, missing_for
 from .namespaces import Hosts, bits_per_s, why_no_hosts
-from .plot import Bars, Chart
 from .ranks import Job, Ranks, Samples
-from .report import Case, Columns, Comparison, Report, Row, grouped, ratio_of, spread
-from .techniques import DDP, DDP_FP16, TECHNIQUES, is_ddp, missing_for
-from .units import show_count, show_ratio, show_size, show_time
-from .workloads import BATCH, MODEL, training_bytes, workload_of
+from .report import Bars, Case, Chart, Columns, Comparison, Report, Row, grouped, ratio_of, spread
+from .training import BATCH, MODEL, training_bytes, workload_of
 
 AS_IS = "as-is"
 _OWN_HOSTS = f"hvdlite-run -H HOST1,HOST2 python -m hvdlite.bench links --rates {AS_IS}"

@@ -17,13 +17,10 @@ from typing import ClassVar
 
 import torch
 
-from .arguments import count_flag
-from .plot import Bars, Chart
+from .arguments import count_flag, show_difference, show_ratio, show_size
 from .ranks import Ranks
-from .report import Case, Columns, Comparison, Row, ratio_of
-from .units import show_difference, show_ratio, show_size
-from .variants import VARIANTS, variants_flag
-from .workloads import BATCH, MODEL, bytes_of, training_bytes, workload_of
+from .report import Bars, Case, Chart, Columns, Comparison, Row, ratio_of
+from .training import BATCH, MODEL, VARIANTS, bytes_of, training_bytes, variants_flag, workload_of
 
 REFERENCE = "ddp-view"
 _USUAL = ("none", "ddp", "ddp-view", "ddp-fp16", "hvdlite", "hvdlite-fp16", "hvdlite-bf16")

@@ -32,8 +32,7 @@ from ..comm.reduce_op import Max
 from ..environment import launcher_variable
 from ..optim.optimizer import DEFAULT_BUCKET_CAP_BYTES
 from ..runtime.make_world import World
-from .arguments import UsageError
-from .units import show_count, show_size
+from .arguments import UsageError, show_count, show_size
 
 # Seconds, or bytes of memory, by name of the variant or action.
 Samples = dict[str, list[float]]

@@ -1,5 +1,5 @@
 """
-`step`: measures whole training steps of some models, each with several `variants`, which take turns step by step.
+`step`: measures whole training steps of some models, each with several variants, which take turns step by step.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ from typing import ClassVar
 
 from torch import nn
 
-from .arguments import UsageError, count_flag, flag, some_of
-from .plot import Bars, Chart
+from .arguments import UsageError, count_flag, flag, show_ratio, show_time, some_of
 from .ranks import Ranks
-from .report import Case, Columns, Comparison, Row, grouped, ratio_of
-from .units import show_ratio, show_time
-from .variants import VARIANTS, horovod_problem, variants_flag
-from .workloads import BATCH, WORKLOADS, training_bytes
+from .report import Bars, Case, Chart, Columns, Comparison, Row, grouped, ratio_of
+from .training import BATCH, VARIANTS, WORKLOADS, horovod_problem, training_bytes, variants_flag
 
 # Unmeasured steps, after which autograd and the allocators have settled, and DDP has rebuilt its buckets.
 WARM_UPS = 3

@@ -27,9 +27,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from hvdlite.bench.arguments import UsageError, read_count
+from hvdlite.bench.arguments import UsageError, read_count, show_count, show_ratio, show_time
 from hvdlite.bench.report import Columns, Row, ratio_of, spread, table
-from hvdlite.bench.units import show_count, show_ratio, show_time
 
 BATCH = 16
 """The samples of a rank in one step."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvdlite.bench import plot
+from hvdlite.bench import report
 from hvdlite.bench.allreduce import DEFAULT_SIZES
-from hvdlite.bench.arguments import UsageError, read_sizes
+from hvdlite.bench.arguments import UsageError, read_sizes, show_bandwidth, show_ratio, show_size, show_time
 from hvdlite.bench.command_line import parse
-from hvdlite.bench.units import show_bandwidth, show_ratio, show_size, show_time
 
 
 def test_a_size_is_in_bytes_or_in_units_of_1024():
@@ -90,7 +89,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
     def refuse(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(plot.importlib, "import_module", refuse)
+    monkeypatch.setattr(report.importlib, "import_module", refuse)
     with pytest.raises(UsageError, match=r"--plot needs matplotlib: pip install '\.\[bench\]' in hvdlite's"):
         parse(["step", "--plot", "a.png"], is_first=True)
 

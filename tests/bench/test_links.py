@@ -14,11 +14,10 @@ from hvdlite.bench import links, namespaces
 from hvdlite.bench.arguments import UsageError
 from hvdlite.bench.command_line import parse
 from hvdlite.bench.links import Links, read_rates
-from hvdlite.bench.links_worker import most_sent, read_sent
+from hvdlite.bench.links_worker import TECHNIQUES, most_sent, read_sent
 from hvdlite.bench.namespaces import bits_per_s
-from hvdlite.bench.plot import Bars
 from hvdlite.bench.ranks import Ranks
-from hvdlite.bench.techniques import TECHNIQUES
+from hvdlite.bench.report import Bars
 from hvdlite.runtime.world import current_world
 
 COUNTERS = """Inter-|   Receive                            |  Transmit

@@ -16,15 +16,14 @@ import torch
 from worlds import attempt_worlds
 
 import hvdlite as hvd
-from hvdlite.bench import variants, workloads
+from hvdlite.bench import training
 from hvdlite.bench.allreduce import AllReduce, bus_factor, case_of
 from hvdlite.bench.arguments import UsageError
 from hvdlite.bench.memory import Memory
 from hvdlite.bench.ranks import Job, Ranks, free_in_cgroup
 from hvdlite.bench.report import Case, ratio_of, spread, table
 from hvdlite.bench.step import Step
-from hvdlite.bench.variants import VARIANTS, horovod_module
-from hvdlite.bench.workloads import WORKLOADS, small_resnet
+from hvdlite.bench.training import VARIANTS, WORKLOADS, horovod_module, small_resnet
 from hvdlite.runtime.world import current_world
 
 
@@ -127,7 +126,7 @@ import torch
 import hvdlite as hvd
 from hvdlite.bench.memory import Memory
 from hvdlite.bench.ranks import Ranks
-from hvdlite.bench.workloads import WORKLOADS
+from hvdlite.bench.training import WORKLOADS
 from hvdlite.runtime.world import current_world
 
 class Mallinfo2(ctypes.Structure):
@@ -223,7 +222,7 @@ def test_what_a_cgroup_leaves_counts_too(tmp_path):
 
 def test_hvdlite_under_the_name_of_horovod_is_not_measured_as_horovod(tmp_path, monkeypatch):
     shim = importlib.util.spec_from_file_location("horovod", hvd.__file__)
-    monkeypatch.setattr(variants.importlib.util, "find_spec", lambda name: shim)
+    monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: shim)
     with pytest.raises(ImportError, match="Horovod is not installed"):
         horovod_module()
 
@@ -232,7 +231,7 @@ def test_a_model_that_cannot_be_had_is_an_error_only_where_it_was_named(monkeypa
     def refuse(name: str) -> None:
         raise RuntimeError("operator torchvision::nms does not exist\nand so on")
 
-    monkeypatch.setattr(workloads.importlib, "import_module", refuse)
+    monkeypatch.setattr(training.importlib, "import_module", refuse)
     with pytest.raises(UsageError, match=r"^--models: resnet50 needs torchvision, which cannot be imported: operator"):
         Step(["resnet50"], ["none"], None, 1)
     (skipped,) = Step(None, ["none"], None, 1).report().data["skipped"]

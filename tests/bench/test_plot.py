@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.bench import plot
+from hvdlite.bench import report
 from hvdlite.bench.allreduce import AllReduce, case_of
+from hvdlite.bench.arguments import show_size
 from hvdlite.bench.memory import Memory
-from hvdlite.bench.plot import Chart, figure_of
 from hvdlite.bench.ranks import Job
-from hvdlite.bench.report import Command
+from hvdlite.bench.report import Chart, Command, figure_of
 from hvdlite.bench.step import Step
-from hvdlite.bench.units import show_size
-from hvdlite.bench.workloads import WORKLOADS
+from hvdlite.bench.training import WORKLOADS
 
 colors = pytest.importorskip("matplotlib.colors")
 JOB = Job(4, 2, "shared memory and gloo")
@@ -71,10 +70,15 @@ def test_each_model_has_a_panel_of_ratios_to_no_communication(names):
 
 def test_hvdlite_has_the_one_strong_colour_and_its_rivals_are_grey():
     (bars,) = panels_of(drawn(steps("mlp")))
-    assert [color_of(bar.get_facecolor()) for bar in bars.patches] == [plot.OTHER, plot.OTHER, plot.OWN, plot.OWN]
+    assert [color_of(bar.get_facecolor()) for bar in bars.patches] == [
+        report.OTHER,
+        report.OTHER,
+        report.OWN,
+        report.OWN,
+    ]
     (lines,) = panels_of(drawn(all_reduces((64, "float32"), (2**20, "float32"))))
     assert {line.get_label(): color_of(line.get_color()) for line in lines.lines} == {
-        "hvdlite any": plot.OWN, "gloo": plot.OTHER, "memcpy": plot.OTHER,
+        "hvdlite any": report.OWN, "gloo": report.OTHER, "memcpy": report.OTHER,
     }  # fmt: skip
 
 
@@ -118,12 +122,12 @@ def test_memory_is_drawn_from_zero_with_hvdlite_singled_out():
     (axes,) = panels_of(drawn(command))
     assert texts(axes) == ["200 MB", "210 MB"]
     assert [bar.get_x() for bar in axes.patches] == [0.0, 0.0]
-    assert [color_of(bar.get_facecolor()) for bar in axes.patches] == [plot.OTHER, plot.OWN]
+    assert [color_of(bar.get_facecolor()) for bar in axes.patches] == [report.OTHER, report.OWN]
 
 
 def test_a_run_that_was_stopped_before_its_first_sample_is_drawn_too(tmp_path):
     for command in (Step([], None, None, 1), all_reduces(), Memory("mlp", None, None, 1)):
-        plot.draw(command.report().chart, tmp_path / "empty.svg")
+        report.draw(command.report().chart, tmp_path / "empty.svg")
         assert "<svg" in (tmp_path / "empty.svg").read_text()
-    plot.draw(Chart("t", "", []), tmp_path / "empty.png")
+    report.draw(Chart("t", "", []), tmp_path / "empty.png")
     assert (tmp_path / "empty.png").read_bytes().startswith(b"\x89PNG")

@@ -14,7 +14,7 @@ from bench.time_to_loss import Problem, learn, read_loss, report_of, text_of
 import hvdlite as hvd
 from hvdlite.bench.arguments import UsageError
 from hvdlite.bench.ranks import Ranks, Samples
-from hvdlite.bench.variants import Training
+from hvdlite.bench.training import Training
 from hvdlite.runtime.world import current_world
 
 

@@ -27,16 +27,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hvdlite as hvd
-from hvdlite.bench.arguments import UsageError, read_count, some_of
+from hvdlite.bench.arguments import UsageError, read_count, show_count, show_ratio, show_size, show_time, some_of
 from hvdlite.bench.links import AS_IS, failure_of, lines_of_first, read_rates
-from hvdlite.bench.links_worker import measure_block
+from hvdlite.bench.links_worker import DDP, TECHNIQUES, measure_block, missing_for
 from hvdlite.bench.namespaces import Hosts, why_no_hosts
 from hvdlite.bench.ranks import Ranks, Samples
 from hvdlite.bench.report import Columns, Row, ratio_of, table
-from hvdlite.bench.techniques import DDP, TECHNIQUES, missing_for
-from hvdlite.bench.units import show_count, show_ratio, show_size, show_time
-from hvdlite.bench.variants import Training
-from hvdlite.bench.workloads import Batch
+from hvdlite.bench.training import Batch, Training
 from hvdlite.runtime.world import current_world
 
 ROWS = 32

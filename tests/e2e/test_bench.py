@@ -16,7 +16,7 @@ from e2e.conftest import TEARDOWN_S, assert_clean, wait_until
 from e2e.machines import why_there_are_none
 
 from hvdlite.bench.namespaces import Hosts
-from hvdlite.bench.workloads import WORKLOADS
+from hvdlite.bench.training import WORKLOADS
 
 pytestmark = [pytest.mark.slow, pytest.mark.new_processes("measures, and lists the processes of a job")]
 

@@ -12,7 +12,7 @@ from pydoc_data import topics
 import torch
 from torch import Tensor
 
-from hvdlite.bench.workloads import Batch, Gpt
+from hvdlite.bench.training import Batch, Gpt
 
 _TIME = 64
 _HELD_OUT = 128  # windows
