@@ -11,7 +11,7 @@ on `comm.group`.
 Modules import only what stands before them:
 
     stragglers < reducer_registry < generation < handle < operation < controller < mismatch < executor <
-        unchecked < frames < handshake < mailbox < thread_labels < pending < stall < joined_steps < callers <
-        call_sites < requests < joins < heartbeat < pace_reports < rank0_connection < voting < submission <
-        endings < negotiation < incoming < acceptor < coordinator < control_client < connect
+        unchecked < frames < handshake < thread_labels < call_sites < messages < mailbox < pending < stall <
+        joined_steps < callers < requests < joins < heartbeat < pace_reports < rank0_connection < voting <
+        submission < endings < negotiation < incoming < acceptor < coordinator < control_client < connect
 """

@@ -33,8 +33,8 @@ from .controller import Controller
 from .coordinator import Coordinator
 from .generation import Generation
 from .handshake import CHALLENGE_BYTES, HandshakeClient
-from .heartbeat import Welcome
-from .mailbox import Mailbox, mailbox_pair
+from .mailbox import DOWN, UP, Mailbox, mailbox_pair
+from .messages import FromRank0, ToRank0, Welcome
 from .negotiation import Negotiation
 from .stall import StallRules
 from .stragglers import StragglerWatch
@@ -81,7 +81,7 @@ def _rules(environment: Environment, init_timeout: InitTimeout) -> StallRules:
 
 def _lead(
     group: Group, generation: Generation, nodes: Sequence[str], stall: StallRules, environment: Environment
-) -> tuple[ControlClient, list[list[Any]]]:
+) -> tuple[ControlClient, list[FromRank0]]:
     listener = _listen(group, nodes)
     address = listener.getsockname()
     stragglers = StragglerWatch(group.hosts, environment.straggler_warning)
@@ -91,9 +91,10 @@ def _lead(
     coordinator.start()
     try:
         welcome, *early = own_end.receive()
+        assert isinstance(welcome, Welcome), "the coordinator sends it first"
         _exchange_address(group, address)
-        read, measures = Welcome.read(welcome), environment.stragglers
-        return ControlClient(own_end, group, generation, coordinator, read, measures_steps=measures), early
+        measures = environment.stragglers
+        return ControlClient(own_end, group, generation, coordinator, welcome, measures_steps=measures), early
     except BaseException:
         own_end.close()
         coordinator.close()
@@ -130,7 +131,9 @@ def _address_for_others(hosts: Sequence[str]) -> str:
         ) from error
 
 
-def _reach(address: Any, group: Group, timeout: timedelta) -> tuple[Mailbox, Welcome, list[list[Any]]]:
+def _reach(
+    address: Any, group: Group, timeout: timedelta
+) -> tuple[Mailbox[ToRank0, FromRank0], Welcome, list[FromRank0]]:
     """Connects to rank 0 and authenticates; returns the mailbox, the welcome, and messages received after it."""
     own, timeout_s = group.describe_rank(group.rank), timeout.total_seconds()
     give_up_at_s = time.monotonic() + timeout_s
@@ -179,7 +182,7 @@ def _connect(address: Any, timeout_s: float) -> socket.socket:
 
 def _introduce(
     connection: socket.socket, group: Group, give_up_at_s: float
-) -> tuple[Mailbox, Welcome, list[list[Any]]]:
+) -> tuple[Mailbox[ToRank0, FromRank0], Welcome, list[FromRank0]]:
     """Authenticates on a new connection, and waits for rank 0's welcome.
 
     Raises a ValueError if the other end does not prove that it is rank 0, and an OSError or EOFError if it closes.
@@ -198,12 +201,15 @@ def _introduce(
         raise ValueError("does not know the job's key, so it is not rank 0 of this job: start the job again")
     proof, session = proved
     connection.sendall(proof)
-    mailbox = Mailbox(connection, session, of_rank_0=False)
+    mailbox = Mailbox(connection, session, sends=UP, receives=DOWN)
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         while True:
             left_s = give_up_at_s - time.monotonic()
             if not selector.select(max(0.0, left_s)) and left_s <= 0:
                 raise TimeoutError("it sends no data")
-            if messages := mailbox.receive():
-                return mailbox, Welcome.read(messages[0]), messages[1:]
+            match mailbox.receive():
+                case [Welcome() as welcome, *early]:
+                    return mailbox, welcome, early
+                case [_, *_]:
+                    raise ValueError("does not use hvdlite's protocol, so it is not rank 0 of this job")

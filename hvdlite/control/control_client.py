@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 from .. import forks
 from ..comm.group import Group
@@ -27,9 +26,30 @@ from .executor import Agreed, Executor
 from .frames import FrameError
 from .generation import Generation
 from .handle import Handle
-from .heartbeat import WaitReports, Welcome
+from .heartbeat import WaitReports
 from .joins import Joins
 from .mailbox import Mailbox
+from .messages import (
+    AllJoined,
+    AskLine,
+    EndProcess,
+    FromRank0,
+    Go,
+    GoAsStandIn,
+    HasJoined,
+    JoinFailed,
+    No,
+    Paces,
+    Pin,
+    Pinned,
+    ProgramLine,
+    SitOutSteps,
+    StillHere,
+    ToRank0,
+    Unpin,
+    WaitsIn,
+    Welcome,
+)
 from .operation import OPTIMIZER, Execution, Operation, kind_named
 from .pace_reports import PaceReports
 from .rank0_connection import Rank0Connection
@@ -47,7 +67,7 @@ class ControlClient:
 
     def __init__(
         self,
-        mailbox: Mailbox,
+        mailbox: Mailbox[ToRank0, FromRank0],
         group: Group,
         generation: Generation,
         coordinator: Coordinator | None,
@@ -71,7 +91,7 @@ class ControlClient:
         # The thread that called hvd.init() has begun collectives, but need not be one that trains.
         watch.beginners.clear()
         self._callers = Callers(
-            lambda ticket: self._connection.say(["wait", ticket, watch.begun.copy()]), watch.beginners
+            lambda ticket: self._connection.say(WaitsIn(ticket, watch.begun.copy())), watch.beginners
         )
         self._executor = Executor(recorder)
         self._requests = Requests(lock, group.describe_rank)
@@ -96,7 +116,7 @@ class ControlClient:
         self._paces = PaceReports(watch.clock, group.size, self._connection.send)
         self._measures_steps = measures_steps
 
-    def start(self, early: Iterable[list[Any]] = ()) -> None:
+    def start(self, early: Iterable[FromRank0] = ()) -> None:
         """Starts the threads; ``early`` are the messages that rank 0 sent right after its welcome."""
         self._connection.start(early)
         if self._measures_steps:
@@ -130,7 +150,7 @@ class ControlClient:
             opening.wait()
         handle = Handle("join")
         living = self._joins.begin(handle, stand_in, sit_out)
-        self._submitter.say_in_order(["join", average_of_active, living])
+        self._submitter.say_in_order(HasJoined(average_of_active, living))
         return handle
 
     def waits(self) -> list[tuple[str, float]]:
@@ -150,41 +170,41 @@ class ControlClient:
 
     # -- on the listening thread
 
-    def _take(self, message: list[Any]) -> None:
+    def _take(self, message: FromRank0) -> None:
         match message:
-            case ["alive", *missing]:
+            case StillHere(missing):
                 self._requests.note_missing(missing)
-            case ["go", ticket, owns, divisor]:
+            case Go(ticket, owns, divisor):
                 self._begin(ticket, owns, divisor)
-            case ["stand_in", set_id, owns, divisor, kind, what, same]:
+            case GoAsStandIn(set_id, owns, divisor, kind, what, same):
                 self._joins.stand_in(
                     Execution(self._operation_groups[set_id], what, owns, divisor), kind_named(kind), same
                 )
-            case ["no", ticket, error, words]:
+            case No(ticket, error, words):
                 self._requests.fail(ticket, _ERRORS[error](words))
-            case ["pin", int(join), int(set_id)]:
-                self._connection.send(["pinned", join, set_id, self._joins.pin(set_id)])
-            case ["where"]:
-                self._connection.send(["at", places_of_threads(self._callers.threads())])
-            case ["unpin"] | ["sit_out", *_]:
-                self._take_of_join(message)
-            case ["joined", last_rank]:
-                self._end_join(lambda handle: handle.succeed(last_rank))
-            case ["not_joined", error, words]:
-                self._end_join(lambda handle: handle.fail(_ERRORS[error](words)))
-            case ["paces", *packed]:
-                self._paces.take(packed)
-            case ["end", words]:
+            case AskLine():
+                self._connection.send(ProgramLine(places_of_threads(self._callers.threads())))
+            case Paces(paces):
+                self._paces.paces = paces
+            case EndProcess(words):
                 self._reports.end_process(words)
             case _:
-                raise FrameError(f"{str(message)[:200]} is not a message that rank 0 sends")
+                self._take_of_join(message)
 
-    def _take_of_join(self, message: list[Any]) -> None:
+    def _take_of_join(self, message: FromRank0) -> None:
         match message:
-            case ["unpin"]:
+            case Pin(join, set_id):
+                self._connection.send(Pinned(join, set_id, self._joins.pin(set_id)))
+            case Unpin():
                 self._joins.unpin()
-            case ["sit_out", set_id, numbers]:
+            case SitOutSteps(set_id, numbers):
                 self._joins.sit_out(set_id, numbers)
+            case AllJoined(last_rank):
+                self._end_join(lambda handle: handle.succeed(last_rank))
+            case JoinFailed(error, words):
+                self._end_join(lambda handle: handle.fail(_ERRORS[error](words)))
+            case _:
+                raise FrameError(f"{str(message)[:200]} is not a message that rank 0 sends now")
 
     def _begin(self, ticket: int, owns: list[bool], divisor: int) -> None:
         # Under one lock, so that no thread sees the operation neither in the requests nor in the queue.

@@ -1,63 +1,10 @@
 """
 Rank 0's end of the connections to all ranks: passes their messages to the negotiation, and sends its answers.
 
-    rank ──  ask | wait | join | busy | alive | bye  ──► Coordinator ──►  go | no | joined | pin | left | end  ── rank
+    rank ── OperationRequest, HasJoined, Busy, … ──► Coordinator ── Go, No, AllJoined, RankLeft, … ──► rank
 
 `connect` makes it on rank 0. The rules are in `negotiation`, the checks of incoming messages in `incoming`. It also
-decides rounds of votes (`voting`). The diagram leaves out some messages; these are all of them:
-
-    From a rank
-    ["here", pid]                       the first message
-    ["ask", ticket, set_id, kind, name, what, members, same, own, caller]
-                                        requests an operation; the ticket is the rank's own number for it; members is
-                                        null for all ranks; caller (see `thread_labels`) is null if the user named it
-    ["wait", ticket, begun]             all threads that call operations are blocked, one of them in this operation;
-                                        begun is how many collectives of each group this rank has begun, {label: count}
-    ["join", average_of_active, [[set_id, members, numbers], ...]]
-                                        has joined; and the optimizers alive there, by process set
-    ["pinned", join, set_id, numbers]   answers "pin": these optimizers are alive, and are kept until that join ends
-    ["busy", [[what, waited_s, is_operation, [label, number, members]], ...], is_stuck, begun]
-                                        what its threads are blocked in, such as a bucket, sent when that changes; the
-                                        list identifies the collective, or is null; members is null for all ranks
-    ["alive", count]                    sent about twice a second while it waits for something: how many of the
-                                        operations that rank 0 let begin have ended there
-    ["lost"]                            an error here was caused by the end of another rank
-    ["failed", label, number, words]     this operation, by its group's label and its number there, has failed here
-    ["at", line]                        answers "where": where its program is
-    ["close_round", number]             asks to close this round of votes (see `voting`), having waited long enough
-    ["pace", set_id, steps, sat_out, seconds, in_forward, elsewhere]
-                                        a reading of its step clock: see `comm.step_clock.Reading`
-    ["bye"]                             leaves in an orderly way, as by hvd.shutdown(), and not because a rank was lost
-
-    From rank 0
-    ["welcome", pid, warn_after_s, end_after_s]
-                                        the first message
-    ["go", ticket, owns, divisor]       run this operation now, after all that were started before
-    ["stand_in", set_id, owns, divisor, kind, what, same]
-                                        the same for a rank that has joined and did not request it
-    ["no", ticket, error, words]        the operation is refused; ``error`` names a class of `errors`
-    ["pin", join, set_id]               list and keep the optimizers alive in this set; answered even while operations
-                                        are running
-    ["unpin"]                           release the pinned optimizers: the join has failed
-    ["sit_out", set_id, numbers]        to a rank that has joined: sit out the steps of these optimizers
-    ["joined", last_rank]               all ranks have called join
-    ["not_joined", error, words]        the join has failed
-    ["left", rank, ended_normally]      this rank was the first to end, or has ended during an operation that connects
-                                        it to this one; ended_normally: not by a crash
-    ["failed", rank, label, number, words]
-                                        an operation has failed on that rank: the others do not wait for it there
-    ["alive", [ticket, ranks, count], ...]
-                                        answers "alive": for each of this rank's oldest requests, the first ranks that
-                                        have not made it, and how many there are
-    ["where"]                           report where the program is: ranks wait for this one, or together with it
-    ["paces", pace, ...]                the fields of each rank's `stragglers.RankPace`
-    ["end", words]                      end this process: it has waited too long
-    ["lost", 0]                         rank 0 has lost another rank: if rank 0 ends, it was not the first
-    ["over", words, is_peer_loss]       rank 0 ends normally; the words name the first rank that ended; is_peer_loss: by
-                                        a crash
-
-A connection that closes without a "bye" means that the rank has crashed or was killed. Rank 0 treats a malformed
-message in the same way.
+decides rounds of votes (`voting`). `messages` has all messages.
 """
 
 from __future__ import annotations
@@ -71,7 +18,8 @@ import threading
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+
+from hvdlite_wire.errors import MessageError
 
 from ..comm.step_clock import Reading
 from ..log import log
@@ -79,8 +27,9 @@ from ..shm.board import Board
 from ..signing import Signer
 from .acceptor import Acceptor
 from .frames import FrameError
-from .incoming import MessageError, handle_message, reading_of
-from .mailbox import Mailbox
+from .incoming import handle_message
+from .mailbox import DOWN, UP, Mailbox
+from .messages import CloseRound, FromRank0, Over, PaceReading, Paces, StillWaiting, ToRank0, Welcome
 from .negotiation import Negotiation
 from .pending import Ask
 from .stall import StallRules
@@ -120,11 +69,11 @@ class Coordinator:
         self._lock = threading.Lock()
         self._board: Board | None = None
         self._all = tuple(range(size))
-        self._welcome = ["welcome", os.getpid(), rules.warn_after_s, rules.end_after_s]
+        self._welcome = Welcome(os.getpid(), rules.warn_after_s, rules.end_after_s)
         self._ticked_at_s = 0.0
         # The data of each registered file is a function to call when it is ready.
         self._selector = selectors.DefaultSelector()
-        self._mailbox_of: dict[int, Mailbox] = {}
+        self._mailbox_of: dict[int, Mailbox[FromRank0, ToRank0]] = {}
         # Ranks whose sockets had no room for all of their messages.
         self._flushing: set[int] = set()
         self._wake, self._woken = socket.socketpair()
@@ -136,7 +85,7 @@ class Coordinator:
             self._acceptor = Acceptor(listener, signer, size, self._selector, self._admit, self._is_expected)
         self._thread = threading.Thread(target=self._run, name="hvdlite-coordinator", daemon=True)
 
-    def add(self, rank: int, mailbox: Mailbox) -> None:
+    def add(self, rank: int, mailbox: Mailbox[FromRank0, ToRank0]) -> None:
         """Serves this rank from now on; call it before `start`, or on the coordinator's thread."""
         self._mailbox_of[rank] = mailbox
         self._selector.register(mailbox, selectors.EVENT_READ, partial(self._serve_rank, rank))
@@ -184,7 +133,7 @@ class Coordinator:
                 board.decide(go=False)
 
     def close(self, *, has_lost_rank: bool = False) -> None:
-        """Sends all ranks "over", closes the connections, and waits until the thread has ended.
+        """Sends all ranks `Over`, closes the connections, and waits until the thread has ended.
 
         ``has_lost_rank``: rank 0 ends because it has lost another, of which the others may not have heard.
         """
@@ -199,7 +148,7 @@ class Coordinator:
         return rank in self._all and rank not in self._mailbox_of
 
     def _admit(self, rank: int, connection: socket.socket, session: Signer) -> None:
-        self.add(rank, Mailbox(connection, session, of_rank_0=True))
+        self.add(rank, Mailbox(connection, session, sends=DOWN, receives=UP))
 
     def _stop(self) -> None:
         self._is_stopped = True
@@ -255,10 +204,10 @@ class Coordinator:
             self._negotiation.heard(rank, now_s)
             for message in messages:
                 match message:
-                    case ["close_round", int(number)]:
+                    case CloseRound(number):
                         self._close_round(number)
-                    case ["pace", *said]:
-                        self._compare_paces(rank, reading_of(said), now_s)
+                    case PaceReading(reading):
+                        self._compare_paces(rank, reading, now_s)
                     case _:
                         handle_message(self._negotiation, rank, message, self._all, now_s)
         except (FrameError, MessageError) as error:
@@ -267,8 +216,8 @@ class Coordinator:
         except (OSError, EOFError):
             self._drop(rank, now_s)
         else:
-            if any(message[0] == "alive" for message in messages):
-                self._send(rank, [["alive", *self._negotiation.missing(rank)]])
+            if any(isinstance(message, StillWaiting) for message in messages):
+                self._send(rank, [self._negotiation.missing(rank)])
 
     def _compare_paces(self, rank: int, reading: Reading, now_s: float) -> None:
         watch = self._stragglers
@@ -284,7 +233,7 @@ class Coordinator:
         if now_s - self._paces_sent_at_s >= self._paces_interval_s:
             self._paces_sent_at_s = now_s
             receivers = list(self._mailbox_of)
-        message = ["paces", *[pace.pack() for pace in watch.paces()]]
+        message = Paces(tuple(pace.rounded() for pace in watch.paces()))
         for receiver in receivers:
             self._send(receiver, [message])
 
@@ -295,14 +244,14 @@ class Coordinator:
         negotiation.warnings.clear()
         while negotiation.outbox:
             outbox, negotiation.outbox = negotiation.outbox, []
-            by_rank: dict[int, list[list[Any]]] = {}
+            by_rank: dict[int, list[FromRank0]] = {}
             for rank, message in outbox:
                 by_rank.setdefault(rank, []).append(message)
             # Rank 0's own messages last: they may make rank 0 end this process.
             for rank in sorted(by_rank, reverse=True):
                 self._send(rank, by_rank[rank])
 
-    def _send(self, rank: int, messages: Iterable[list[Any]]) -> None:
+    def _send(self, rank: int, messages: Iterable[FromRank0]) -> None:
         mailbox = self._mailbox_of.get(rank)
         if mailbox is None:
             return
@@ -314,7 +263,7 @@ class Coordinator:
             return
         self._watch_for_room(rank, mailbox)
 
-    def _watch_for_room(self, rank: int, mailbox: Mailbox) -> None:
+    def _watch_for_room(self, rank: int, mailbox: Mailbox[FromRank0, ToRank0]) -> None:
         if mailbox.has_outgoing == (rank in self._flushing):
             return
         (self._flushing.add if mailbox.has_outgoing else self._flushing.discard)(rank)
@@ -336,7 +285,7 @@ class Coordinator:
     # -- its end
 
     def _say_over(self) -> None:
-        """Sends "over" to all ranks, and keeps the connections open until they have read what was sent."""
+        """Sends `Over` to all ranks, and keeps the connections open until they have read what was sent."""
         if self._acceptor is not None:
             self._acceptor.close()
             self._acceptor = None
@@ -348,7 +297,7 @@ class Coordinator:
             self._answer()
             self._pause_votes()
         for rank in list(self._mailbox_of):
-            self._send(rank, [["over", *self._negotiation.first_end]])
+            self._send(rank, [Over(*self._negotiation.first_end)])
             self._end_sending(rank)
         # Closing a socket that has unread input discards data that the other end has not read yet. So read until the
         # other end closes; a rank from which nothing arrives within `_LINGER_S` is not waited for.

@@ -3,6 +3,8 @@ Encodes messages between a rank and rank 0: JSON in frames that are signed and c
 
     message ── Sealer ── length, tag, JSON ── Opener ── message, or a FrameError
 
+`messages` has the families of messages.
+
 `mailbox` uses it. The tag is computed with the connection's own key (see `handshake`) from the direction, the number of
 earlier frames and the JSON. So a frame that is forged, changed, dropped, replayed or sent back to its sender is
 rejected. No I/O happens here.
@@ -13,7 +15,9 @@ from __future__ import annotations
 import hmac
 import json
 import struct
-from typing import Any
+from typing import Generic, TypeVar
+
+from hvdlite_wire.codec import Family
 
 from ..signing import Signer
 
@@ -30,21 +34,25 @@ _HEADER = struct.Struct(f">I{_TAG_BYTES}s")
 _CUT_BYTES = 1 << 20
 
 
+Message = TypeVar("Message")
+
+
 class FrameError(ValueError):
-    """A frame is not valid: its length, its tag or its JSON is wrong."""
+    """A frame is not valid: its length, its tag or its message is wrong."""
 
 
-class Sealer:
+class Sealer(Generic[Message]):
     """Makes the frames of one direction of a connection."""
 
-    def __init__(self, signer: Signer) -> None:
+    def __init__(self, signer: Signer, family: Family[Message]) -> None:
         """``signer`` is the one for this direction of this connection."""
         self._signer = signer
+        self._family = family
         self._count = 0
 
-    def seal(self, message: list[Any]) -> bytes:
+    def seal(self, message: Message) -> bytes:
         """Returns the next frame. Raises a ValueError if the message is too long; the connection stays usable."""
-        data = json.dumps(message, separators=(",", ":")).encode()
+        data = self._family.encode(message)
         if len(data) > MAX_BYTES:
             raise ValueError(f"a message of {len(data)} bytes is longer than the limit of {MAX_BYTES}")
         tag = self._signer.sign(self._count, data)[:_TAG_BYTES]
@@ -52,16 +60,17 @@ class Sealer:
         return _HEADER.pack(len(data), tag) + data
 
 
-class Opener:
+class Opener(Generic[Message]):
     """Reads the frames of one direction of a connection."""
 
-    def __init__(self, signer: Signer) -> None:
+    def __init__(self, signer: Signer, family: Family[Message]) -> None:
         """``signer`` is the one for this direction of this connection."""
         self._signer = signer
+        self._family = family
         self._count = 0
         self._received = bytearray()
 
-    def open(self, data: bytes) -> list[list[Any]]:
+    def open(self, data: bytes) -> list[Message]:
         """Returns the messages completed by these bytes. After a FrameError nothing more can be read."""
         received = self._received
         received += data
@@ -82,20 +91,19 @@ class Opener:
         del received[:start]
         return messages
 
-    def _open(self, data: bytes, tag: bytes) -> list[Any]:
+    def _open(self, data: bytes, tag: bytes) -> Message:
         expected = self._signer.sign(self._count, data)[:_TAG_BYTES]
         if not hmac.compare_digest(tag, expected):
             raise FrameError("a message is not signed with the connection's key, or is out of order")
         self._count += 1
         try:
-            message = json.loads(data)
+            # This quick count includes brackets in strings; only if it is too high is the real depth measured.
+            is_deeper = data.count(b"[") + data.count(b"{") > _MAX_DEPTH and _is_deeper(json.loads(data), _MAX_DEPTH)
+            message = self._family.decode(data)
         except (ValueError, RecursionError) as error:
-            raise FrameError(f"a message is not JSON ({type(error).__name__}: {error})") from error
-        # This quick count includes brackets in strings; only if it is too high is the real depth measured.
-        if data.count(b"[") + data.count(b"{") > _MAX_DEPTH and _is_deeper(message, _MAX_DEPTH):
+            raise FrameError(f"a message is malformed: {error}") from error
+        if is_deeper:
             raise FrameError(f"a message nests deeper than {_MAX_DEPTH} levels")
-        if not isinstance(message, list) or not message:
-            raise FrameError("a message is not a list that begins with its type")
         return message
 
 

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from ..comm.group import Group
 from ..comm.work import CollectiveWatch
@@ -25,6 +24,7 @@ from .callers import Callers
 from .executor import Executor
 from .joins import Joins
 from .mailbox import Mailbox
+from .messages import Busy, FromRank0, StillWaiting, ToRank0, WaitingThread, Welcome
 from .requests import Requests
 from .stall import CAUSES_OF_SILENCE, JOIN, Blocked, StallRules
 
@@ -32,23 +32,6 @@ LOOK_S = 0.5
 """Interval between calls of `look`; threads blocked for less than that are not reported."""
 
 _MOST_TOLD = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """Rank 0's facts about itself, which it sends when a rank has connected."""
-
-    pid: int
-    rules: StallRules
-
-    @classmethod
-    def read(cls, message: list[Any]) -> Welcome:
-        """Reads the message; raises a ValueError if it is not a welcome."""
-        match message:
-            case ["welcome", int(pid), None | int() | float(), None | int() | float()]:
-                return cls(pid, StallRules(message[2], message[3]))
-            case _:
-                raise ValueError("does not use hvdlite's protocol, so it is not rank 0 of this job")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +51,7 @@ class Heartbeat:
         self._told: list[Blocked] = []
         self._told_stuck = False
         self._told_count = 0
-        # When the first unanswered "alive" was sent; None if none is unanswered.
+        # When the first unanswered `StillWaiting` was sent; None if none is unanswered.
         self._unanswered_since_s: float | None = None
         self._looked_at_s: float | None = None
         self._warned_at_s: float | None = None
@@ -88,7 +71,7 @@ class Heartbeat:
         over_count: int,
         begun: Mapping[str, int] = MappingProxyType({}),
         size: int = 0,
-    ) -> list[list[Any]]:
+    ) -> list[Busy | StillWaiting]:
         """Returns the messages to send to rank 0 now.
 
         ``blocked`` are the threads' waits of all lengths. ``is_waiting`` is whether anything, in a thread or not, needs
@@ -98,21 +81,23 @@ class Heartbeat:
             # This process was stopped, or had no core: rank 0's messages of that time are not read yet.
             self._leave_out(now_s - self._looked_at_s - LOOK_S)
         self._looked_at_s = now_s
-        messages: list[list[Any]] = []
+        messages: list[Busy | StillWaiting] = []
         told = sorted((each for each in blocked if now_s - each.since_s >= LOOK_S), key=lambda each: each.since_s)
         told = told[:_MOST_TOLD]
         # A rank reports that it is stuck only if the report has all its waits: none shorter than LOOK_S, none cut off.
         is_stuck = is_stuck and bool(told) and len(told) == len(blocked) and all(each.collective for each in told)
         if told != self._told or is_stuck != self._told_stuck:
             self._told, self._told_stuck = told, is_stuck
-            said = [
-                [each.what, round(now_s - each.since_s, 3), each.is_operation, _pack(each.collective, size)]
+            threads = tuple(
+                WaitingThread(
+                    each.what, round(now_s - each.since_s, 3), each.is_operation, _sent(each.collective, size)
+                )
                 for each in told
-            ]
-            messages.append(["busy", said, is_stuck, dict(begun)])
+            )
+            messages.append(Busy(threads, is_stuck, dict(begun)))
         if is_waiting or over_count != self._told_count:
             self._told_count = over_count
-            messages.append(["alive", over_count])
+            messages.append(StillWaiting(over_count))
             if self._unanswered_since_s is None:
                 self._unanswered_since_s = now_s
         else:
@@ -148,7 +133,7 @@ class WaitReports:
 
     def __init__(
         self,
-        mailbox: Mailbox,
+        mailbox: Mailbox[ToRank0, FromRank0],
         group: Group,
         watch: CollectiveWatch,
         executor: Executor,
@@ -166,7 +151,8 @@ class WaitReports:
         self._requests = requests
         self._joins = joins
         self._rank_0 = welcome
-        self._heartbeat = Heartbeat(welcome.rules)
+        self._rules = StallRules(welcome.warn_after_s, welcome.end_after_s)
+        self._heartbeat = Heartbeat(self._rules)
 
     def heard(self) -> None:
         """Notes that a message has arrived from rank 0."""
@@ -223,7 +209,7 @@ class WaitReports:
         )
         if silence.is_end:
             self.end_process(words)
-        log.warning("%s. %s", words, self._rank_0.rules.way_out)
+        log.warning("%s. %s", words, self._rules.way_out)
 
     def _words_of_waits(self, blocked: Iterable[Blocked]) -> str:
         asked, is_joining = self._requests.whats(), self._joins.is_joining
@@ -237,9 +223,11 @@ class WaitReports:
         return f"rank {rank} ({self._group.hosts[rank]}, pid {pid})"
 
 
-def _pack(collective: tuple[str, int, tuple[int, ...]] | None, size: int) -> list[Any] | None:
-    """The collective as part of a message; short where all ranks take part."""
+def _sent(
+    collective: tuple[str, int, tuple[int, ...]] | None, size: int
+) -> tuple[str, int, tuple[int, ...] | None] | None:
+    """Returns the collective for a message: without members where all ranks take part."""
     if collective is None:
         return None
     label, number, members = collective
-    return [label, number, None if len(members) == size else list(members)]
+    return label, number, None if len(members) == size else members

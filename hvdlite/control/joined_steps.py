@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+
+from .messages import Pin, SitOutSteps, Unpin
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class _Sitting:
 class JoinedSteps:
     """Finds, for the current join, the optimizers whose steps joined ranks take part in."""
 
-    def __init__(self, send: Callable[[int, list[Any]], None]) -> None:
+    def __init__(self, send: Callable[[int, Pin | Unpin | SitOutSteps], None]) -> None:
         self._send = send
         # The number of the join, so that a late answer is not taken for one of the next join.
         self._join = 0
@@ -57,23 +58,23 @@ class JoinedSteps:
                 sitting = self._by_set[set_id] = _Sitting(frozenset(members))
                 for other in sorted(sitting.members - {rank}):
                     self._asked.add(other)
-                    self._send(other, ["pin", self._join, set_id])
+                    self._send(other, Pin(self._join, set_id))
             sitting.joined.append(rank)
             if sitting.is_known:
-                self._send(rank, ["sit_out", set_id, sitting.common])
+                self._send(rank, SitOutSteps(set_id, sitting.common))
             else:
                 self._hear(sitting, set_id, rank, numbers)
 
     def pinned(self, rank: int, join: int, set_id: int, numbers: Iterable[int]) -> None:
-        """Notes the answer of ``rank`` to "pin" in that join: these optimizers are alive there."""
+        """Notes the answer of ``rank`` to `Pin` in that join: these optimizers are alive there."""
         sitting = self._by_set.get(set_id)
         if join == self._join and sitting is not None and rank in sitting.members and not sitting.is_known:
             self._hear(sitting, set_id, rank, numbers)
 
     def end(self, informed: Iterable[int]) -> None:
-        """Ends the join; ``informed`` are the ranks that do not need a separate "unpin"."""
+        """Ends the join; ``informed`` are the ranks that do not need a separate `Unpin`."""
         for rank in sorted(self._asked.difference(informed)):
-            self._send(rank, ["unpin"])
+            self._send(rank, Unpin())
         self._asked.clear()
         self._by_set.clear()
         self._join += 1
@@ -83,4 +84,4 @@ class JoinedSteps:
         sitting.living.setdefault(rank, frozenset(numbers))
         if sitting.is_known:
             for each in sitting.joined:
-                self._send(each, ["sit_out", set_id, sitting.common])
+                self._send(each, SitOutSteps(set_id, sitting.common))

@@ -20,6 +20,7 @@ from ..comm.group import Group
 from .controller import SitOut, StandIn
 from .executor import Agreed, Executor
 from .handle import Handle
+from .messages import LivingOptimizers
 from .operation import Execution, Kind
 from .reducer_registry import ReducerRegistry, SitsOut, unpin
 
@@ -61,7 +62,7 @@ class Joins:
         """Whether some rank is known to have joined, and not all others yet."""
         return bool(self._joining or self._pinned)
 
-    def begin(self, handle: Handle, stand_in: StandIn, sit_out: SitOut) -> list[Any]:
+    def begin(self, handle: Handle, stand_in: StandIn, sit_out: SitOut) -> tuple[LivingOptimizers, ...]:
         """Begins this rank's join; returns its living optimizers for rank 0, by process set.
 
         Raises a RuntimeError if this rank is already in a join.
@@ -74,7 +75,10 @@ class Joins:
                 )
             pinned = {group.set_id: self._reducers.pin(group) for group in groups}
             self._joining = _Joining(handle, stand_in, sit_out, pinned)
-        return [[each.set_id, None if each.set_id == 0 else each.ranks, list(pinned[each.set_id])] for each in groups]
+        return tuple(
+            LivingOptimizers(each.set_id, None if each.set_id == 0 else tuple(each.ranks), tuple(pinned[each.set_id]))
+            for each in groups
+        )
 
     def stand_in(self, execution: Execution, kind: Kind, same: Mapping[str, Any]) -> None:
         """Takes part, with nothing to give, in an operation that the other ranks have requested.
@@ -106,12 +110,12 @@ class Joins:
         for number in numbers:
             joining.sit_out(members[number], joining.handle)
 
-    def pin(self, set_id: int) -> list[int]:
+    def pin(self, set_id: int) -> tuple[int, ...]:
         """Keeps this rank's living optimizers for another rank's join; returns their numbers. Never blocks."""
         group = self._groups.get(set_id)
         pinned = {} if group is None else self._reducers.pin(group)
         self._pinned[set_id] = pinned
-        return list(pinned)
+        return tuple(pinned)
 
     def end(self) -> Handle | None:
         """Ends the join of all ranks; returns its handle here, which the caller must finish; None if it has failed.

@@ -13,17 +13,37 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from hvdlite_wire.codec import Family
 
 from .. import forks
 from ..signing import Signer
-from .frames import Opener, Sealer
+from .frames import Message, Opener, Sealer
+from .messages import FROM_RANK_0, TO_RANK_0, FromRank0, ToRank0
 
 _READ_BYTES = 1 << 18
 _WRITE_BYTES = 1 << 18
 
 
-class Mailbox:
+Sent = TypeVar("Sent")
+Received = TypeVar("Received")
+
+
+@dataclass(frozen=True, slots=True)
+class Direction(Generic[Message]):
+    """A direction of a connection: its name, which is signed too, and the messages that go there."""
+
+    name: str
+    family: Family[Message]
+
+
+UP = Direction("to rank 0", TO_RANK_0)
+DOWN = Direction("from rank 0", FROM_RANK_0)
+
+
+class Mailbox(Generic[Sent, Received]):
     """One end of a connection. Any thread may send; one thread receives, and flushes when the socket has room again."""
 
     def __init__(
@@ -31,19 +51,18 @@ class Mailbox:
         connection: socket.socket,
         session: Signer,
         *,
-        of_rank_0: bool,
+        sends: Direction[Sent],
+        receives: Direction[Received],
         wake: Callable[[], None] | None = None,
     ) -> None:
-        """``session`` is the connection's signer, the same at both ends; ``of_rank_0`` is True at rank 0's end.
+        """``session`` is the connection's signer, the same at both ends.
 
         ``wake`` is called on the sending thread when there is data to flush and there was none before.
         """
         connection.setblocking(False)
         self._connection = connection
-        ways = ("to rank 0", "from rank 0")
-        receiving, sending = ways if of_rank_0 else reversed(ways)
-        self._sealer = Sealer(session.derive(sending))
-        self._opener = Opener(session.derive(receiving))
+        self._sealer = Sealer(session.derive(sends.name), sends.family)
+        self._opener = Opener(session.derive(receives.name), receives.family)
         self.wake = wake
         self._sending = threading.Lock()
         # Data that the socket had no room for.
@@ -51,11 +70,11 @@ class Mailbox:
         self._is_broken = False
         forks.when_forked(self)
 
-    def send(self, message: list[Any]) -> None:
+    def send(self, message: Sent) -> None:
         """Sends a message. Never blocks, and never fails because the other end is closed: `receive` reports that."""
         self.send_all([message])
 
-    def send_all(self, messages: Iterable[list[Any]]) -> None:
+    def send_all(self, messages: Iterable[Sent]) -> None:
         """Sends several messages, as `send` does. Raises a ValueError before any is sent if one is too long."""
         with self._sending:
             # Under the lock, since frames are counted in the order in which they are sent.
@@ -97,7 +116,7 @@ class Mailbox:
             self._is_broken = True
             return len(data)
 
-    def receive(self) -> list[list[Any]]:
+    def receive(self) -> list[Received]:
         """Returns the messages that have arrived completely by now.
 
         Raises EOFError if the other end is closed, OSError if this end is, and FrameError if the data is not the other
@@ -130,7 +149,7 @@ class Mailbox:
         self._connection.close()
 
 
-def mailbox_pair(session: Signer) -> tuple[Mailbox, Mailbox]:
+def mailbox_pair(session: Signer) -> tuple[Mailbox[ToRank0, FromRank0], Mailbox[FromRank0, ToRank0]]:
     """Returns two connected ends within this process: a rank's, and rank 0's."""
     own_end, other_end = socket.socketpair()
-    return Mailbox(own_end, session, of_rank_0=False), Mailbox(other_end, session, of_rank_0=True)
+    return Mailbox(own_end, session, sends=UP, receives=DOWN), Mailbox(other_end, session, sends=DOWN, receives=UP)

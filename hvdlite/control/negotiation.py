@@ -15,11 +15,26 @@ import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from ..errors import LOOK_THERE, MOST_NAMED, UNKNOWN_END, describe_end
 from .endings import Endings
 from .joined_steps import JoinedSteps
+from .messages import (
+    AllJoined,
+    AskLine,
+    EndProcess,
+    FailedOnRank,
+    FromRank0,
+    Go,
+    GoAsStandIn,
+    JoinFailed,
+    LivingOptimizers,
+    MissingRanks,
+    No,
+    Rank0HasLostRank,
+    RankLeft,
+    StillHere,
+)
 from .mismatch import (
     CAUSES,
     Wait,
@@ -42,7 +57,7 @@ class Negotiation:
     """All operations that some ranks have requested and others have not."""
 
     def __init__(self, hosts: Sequence[str], stall: StallRules) -> None:
-        self.outbox: list[tuple[int, list[Any]]] = []
+        self.outbox: list[tuple[int, FromRank0]] = []
         self.warnings: list[str] = []
         self._hosts = hosts
         self._stall = StallWatch(hosts, stall)
@@ -69,7 +84,7 @@ class Negotiation:
         # By rank that has ended, the first one first: whether it did so normally, and not by a crash.
         self._ended: dict[int, bool] = {}
         # The message about the first end, as sent to the other ranks.
-        self.first_left: list[Any] | None = None
+        self.first_left: RankLeft | None = None
         # By rank: operations that have begun and are not reported as ended; and how many are.
         self._under_way: dict[int, deque[Ask]] = {rank: deque() for rank in range(len(hosts))}
         self._over_count = dict.fromkeys(range(len(hosts)), 0)
@@ -130,16 +145,16 @@ class Negotiation:
         """Whether the rank has an unanswered request with this ticket."""
         return (rank, ticket) in self._id_of
 
-    def missing(self, rank: int) -> list[list[Any]]:
-        """Returns the ranks that hold ``rank`` up: by ticket, the first ranks without the request, and how many.
+    def missing(self, rank: int) -> StillHere:
+        """Returns the ranks that hold ``rank`` up.
 
         Only the oldest operations are covered.
         """
-        told: list[list[Any]] = []
+        told: list[MissingRanks] = []
         for pending in itertools.islice(self._pending.values(), SHOWN):
             if rank in pending.asks and (absent := pending.absent(self._joined)):
-                told.append([pending.asks[rank].ticket, absent[:MOST_NAMED], len(absent)])
-        return told
+                told.append(MissingRanks(pending.asks[rank].ticket, tuple(absent[:MOST_NAMED]), len(absent)))
+        return StillHere(tuple(told))
 
     def wait(self, rank: int, ticket: int, begun: Mapping[str, int] = MappingProxyType({})) -> None:
         """Notes that ``rank`` is blocked in that operation; ``begun`` counts its collectives of each group so far."""
@@ -153,28 +168,27 @@ class Negotiation:
         rank: int,
         average_of_active: bool,
         now_s: float,
-        living: Iterable[tuple[int, Sequence[int] | None, Sequence[int]]] = (),
+        living: Iterable[LivingOptimizers] = (),
     ) -> None:
         """Lets ``rank`` take part in all-reduces with nothing to give, until all ranks have joined.
 
-        ``living`` are its living optimizers: for each process set its number, its members (None for all), and the
-        optimizers' numbers.
+        ``living`` are its living optimizers, by process set.
         """
         others = {mode for mode in self._joined.values() if mode != average_of_active}
         self._joined[rank] = average_of_active
         self._joined_since_s[rank] = now_s
         if not others:
             everybody = range(len(self._hosts))
-            self._joined_steps.joined(rank, [(each[0], each[1] or everybody, each[2]) for each in living])
+            self._joined_steps.joined(rank, [(each.set_id, each.members or everybody, each.numbers) for each in living])
         if others:
             words = "Mismatched join: One rank called join() with average='active', but another rank without. " + (
                 f"({name_ranks(sorted(self._joined), self._hosts)} joined)"
             )
-            self._end_join(["not_joined", "MismatchError", words], now_s)
+            self._end_join(JoinFailed("MismatchError", words), now_s)
         elif len(self._joined) == len(self._hosts):
-            self._end_join(["joined", rank], now_s)
+            self._end_join(AllJoined(rank), now_s)
         elif gone := [rank for rank in self._ended if rank not in self._joined]:
-            self._end_join(["not_joined", *self._words_of_end(gone[0], "join", "join")], now_s)
+            self._end_join(JoinFailed(*self._words_of_end(gone[0], "join", "join")), now_s)
         for pending in [*self._pending.values(), *self._refused.values()]:
             self._consider(pending, now_s)
 
@@ -220,14 +234,14 @@ class Negotiation:
         if number > self._failed.get(label, 0):
             self._failed[label] = number
             others = [other for other in range(len(self._hosts)) if other != rank and other not in self._ended]
-            self.outbox += [(other, ["failed", rank, label, number, words]) for other in others]
+            self.outbox += [(other, FailedOnRank(rank, label, number, words)) for other in others]
 
     def lost(self, rank: int) -> None:
         """Notes an error on ``rank`` that another rank's end caused: if ``rank`` ends, it was not the first."""
         self._endings.lost(rank)
         if rank == 0:
             # When rank 0 ends, no process is left to report which rank's end caused that.
-            self.outbox += [(other, ["lost", 0]) for other in range(1, len(self._hosts))]
+            self.outbox += [(other, Rank0HasLostRank()) for other in range(1, len(self._hosts))]
 
     def end(self, rank: int, ended_normally: bool, now_s: float) -> None:
         """Notes that ``rank`` has ended; ``ended_normally`` is False if it crashed."""
@@ -238,7 +252,7 @@ class Negotiation:
         if self.first_left is None:
             # A rank that waits in an engine, for a bucket, learns from the engine only that some rank has ended; this
             # says which.
-            self.first_left = ["left", rank, ended_normally]
+            self.first_left = RankLeft(rank, ended_normally)
             # Rank 0 last: this may make it end, and then the others would not receive it.
             others = [other for other in [*range(1, len(self._hosts)), 0] if other != rank]
             self.outbox += [(other, self.first_left) for other in others]
@@ -246,7 +260,7 @@ class Negotiation:
             # Those that are connecting to it learn of it from nobody else.
             met = {member for ask in self._under_way[rank] if ask.kind in CONNECTING for member in ask.members}
             self.outbox += [
-                (other, ["left", rank, ended_normally]) for other in sorted(met - {rank} - self._ended.keys())[::-1]
+                (other, RankLeft(rank, ended_normally)) for other in sorted(met - {rank} - self._ended.keys())[::-1]
             ]
         self._ended.setdefault(rank, ended_normally)
         self._waiting.pop(rank, None)
@@ -256,7 +270,7 @@ class Negotiation:
             self._consider(pending, now_s)
         if self._joined and rank not in self._joined:
             kind, words = self._words_of_end(rank, "join", "join")
-            self._end_join(["not_joined", kind, words], now_s)
+            self._end_join(JoinFailed(kind, words), now_s)
 
     # -- time
 
@@ -322,10 +336,10 @@ class Negotiation:
         for rank in first.members:
             self._under_way[rank].append(first)
             if rank in pending.asks:
-                self.outbox.append((rank, ["go", pending.asks[rank].ticket, owns, divisor]))
+                self.outbox.append((rank, Go(pending.asks[rank].ticket, owns, divisor)))
             else:
                 # A rank that has joined made no request, so it gets the operation's description.
-                told = ["stand_in", first.set_id, owns, divisor, first.kind.name, first.what, first.same]
+                told = GoAsStandIn(first.set_id, owns, divisor, first.kind.name, first.what, first.same)
                 self.outbox.append((rank, told))
         self._forget(pending)
 
@@ -349,7 +363,7 @@ class Negotiation:
         refusal = pending.refusal
         assert refusal is not None, "only a refused operation is passed"
         for rank, ask in list(pending.asks.items()):
-            self.outbox.append((rank, ["no", ask.ticket, refusal.kind, refusal.words]))
+            self.outbox.append((rank, No(ask.ticket, refusal.kind, refusal.words)))
             refusal.sent_to.add(rank)
             self._drop_ask(pending, rank)
         for each in list(refusal.covers):
@@ -439,13 +453,13 @@ class Negotiation:
         words, ranks = self._stall.find_stalled_elsewhere(scene, now_s)
         of_join, end_of_join = self._stall.find_stalled_joins(scene, now_s)
         self.warnings += warnings + words + of_join
-        self.outbox += [(rank, ["end", *words]) for rank in ranks]
+        self.outbox += [(rank, EndProcess(" ".join(words))) for rank in ranks]
         # After the messages were composed: they use the answers received so far.
-        self.outbox += [(rank, ["where"]) for rank in self._stall.to_ask(scene, now_s) if rank not in self._ended]
+        self.outbox += [(rank, AskLine()) for rank in self._stall.to_ask(scene, now_s) if rank not in self._ended]
         for pending, why in ends:
             self._refuse(pending, "CommunicationError", why)
         if end_of_join is not None:
-            self._end_join(["not_joined", "CommunicationError", end_of_join], now_s)
+            self._end_join(JoinFailed("CommunicationError", end_of_join), now_s)
 
     # -- bookkeeping
 
@@ -466,7 +480,7 @@ class Negotiation:
             if not waits:
                 del self._waiting[rank]
 
-    def _end_join(self, message: list[Any], now_s: float) -> None:
+    def _end_join(self, message: AllJoined | JoinFailed, now_s: float) -> None:
         self._stall.join_ended(now_s)
         for rank in self._joined:
             if rank not in self._ended:

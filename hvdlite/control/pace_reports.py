@@ -2,7 +2,7 @@
 Sends the readings of this rank's step clock to rank 0, and looks whether the program is in forward or elsewhere.
 
     the program's stack ── inside a module with parameters? ── counts of the clock
-    the clock's readings ── "pace", to rank 0 ── "paces", from rank 0: what `hvd.stragglers` returns
+    the clock's readings ── `PaceReading`, to rank 0 ── `Paces`, from rank 0: what `hvd.stragglers` returns
 
 `control_client` owns it. The program's thread does none of this. A hook on the model would tell more exactly when
 forward begins, but it would be copied, pickled and compiled with the model.
@@ -13,13 +13,14 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import CodeType, FrameType
-from typing import Any
 
 from torch import nn
 
 from ..comm.step_clock import Phase, StepClock
 from .call_sites import FramesOfThreads
+from .messages import PaceReading
 from .stragglers import RankPace
 
 # The average interval between looks at the program.
@@ -35,7 +36,7 @@ _CALL: CodeType = nn.Module._call_impl.__code__
 class PaceReports:
     """A thread that looks at the program and sends the clock's readings, from `start` to `close`."""
 
-    def __init__(self, clock: StepClock, size: int, send: Callable[[list[Any]], None]) -> None:
+    def __init__(self, clock: StepClock, size: int, send: Callable[[PaceReading], None]) -> None:
         """``send`` sends a message to rank 0, and does not block. ``size`` is the number of ranks."""
         self._clock = clock
         self._interval_s = max(_READING_S, size / _READINGS_PER_S)
@@ -43,6 +44,7 @@ class PaceReports:
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hvdlite-pace", daemon=True)
         self.paces: tuple[RankPace, ...] = ()
+        """Those of all ranks, as rank 0 has sent them last."""
 
     def start(self) -> None:
         self._clock.turn_on(self._interval_s)
@@ -54,10 +56,6 @@ class PaceReports:
         self._is_closed.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
-
-    def take(self, packed: list[Any]) -> None:
-        """Takes the paces of all ranks from rank 0's message."""
-        self.paces = tuple(RankPace.unpack(each) for each in packed)
 
     def _run(self) -> None:
         # At random times, since regular ones could meet each step in the same phase.
@@ -81,17 +79,7 @@ class PaceReports:
             del frame, frames
         while clock.readings:
             reading = clock.readings.popleft()
-            self._send(
-                [
-                    "pace",
-                    reading.set_id,
-                    reading.steps,
-                    reading.sat_out,
-                    [round(each, 7) for each in reading.seconds],
-                    reading.in_forward,
-                    reading.elsewhere,
-                ]
-            )
+            self._send(PaceReading(replace(reading, seconds=tuple(round(each, 7) for each in reading.seconds))))
 
 
 def is_in_model(frame: FrameType | None) -> bool:

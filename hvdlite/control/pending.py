@@ -29,7 +29,7 @@ class Ask:
     name: str | None
     what: str
     members: tuple[int, ...]
-    same: dict[str, Any]
+    same: Mapping[str, Any]
     own: Any
     caller: CallingThread | None = None
 

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from ..comm.group import Group
 from ..comm.work import CollectiveWatch
@@ -28,6 +27,18 @@ from .executor import Executor
 from .frames import FrameError
 from .heartbeat import LOOK_S, WaitReports
 from .mailbox import Mailbox
+from .messages import (
+    FailedOnRank,
+    FromRank0,
+    HasFailed,
+    HasLostRank,
+    Here,
+    Leaving,
+    Over,
+    Rank0HasLostRank,
+    RankLeft,
+    ToRank0,
+)
 
 # Most time for sending the remaining messages on close.
 _PARTING_S = 1.0
@@ -42,7 +53,7 @@ class EndReason:
 
 
 class _Rank0EndedError(Exception):
-    """Rank 0 has sent "over": it has ended normally."""
+    """Rank 0 has sent `Over`: it has ended normally."""
 
     def __init__(self, reason: EndReason) -> None:
         super().__init__(reason.words)
@@ -54,14 +65,14 @@ class Rank0Connection:
 
     def __init__(
         self,
-        mailbox: Mailbox,
+        mailbox: Mailbox[ToRank0, FromRank0],
         group: Group,
         watch: CollectiveWatch,
         executor: Executor,
         reports: WaitReports,
         lock: threading.Lock,
         *,
-        take: Callable[[list[Any]], None],
+        take: Callable[[FromRank0], None],
         fail_all: Callable[[], None],
     ) -> None:
         """``mailbox`` leads to the coordinator; ``group`` has all ranks; ``lock`` guards setting `end_reason`.
@@ -80,7 +91,7 @@ class Rank0Connection:
         # Why no request is possible any more; None while the connection is usable.
         self.end_reason: EndReason | None = None
         self._is_closing = False
-        self._early: list[list[Any]] = []
+        self._early: list[FromRank0] = []
         # Whether rank 0 has lost another rank: then rank 0's own end is not the first.
         self._rank_0_follows = False
         self._has_said_lost = False
@@ -90,9 +101,9 @@ class Rank0Connection:
         mailbox.wake = self._wake_up
         self._thread = threading.Thread(target=self._run, name="hvdlite-listener", daemon=True)
 
-    def start(self, early: Iterable[list[Any]]) -> None:
+    def start(self, early: Iterable[FromRank0]) -> None:
         """Starts the threads; ``early`` are the messages that rank 0 sent right after its welcome."""
-        self._mailbox.send(["here", os.getpid()])
+        self._mailbox.send(Here(os.getpid()))
         self._executor.start()
         self._early = list(early)
         self._thread.start()
@@ -104,11 +115,11 @@ class Rank0Connection:
         """Whether requests can be sent."""
         return self.end_reason is None
 
-    def send(self, *messages: list[Any]) -> None:
+    def send(self, *messages: ToRank0) -> None:
         """Sends messages if the connection still exists; raises a ValueError if one is too long."""
         self._mailbox.send_all(messages)
 
-    def say(self, message: list[Any]) -> None:
+    def say(self, message: ToRank0) -> None:
         """Sends a message; fails all requests if the connection has ended, since there will be no answer."""
         if self.end_reason is None:
             self._mailbox.send(message)
@@ -138,15 +149,15 @@ class Rank0Connection:
         return self.end_reason is not None and self.end_reason.is_peer_loss
 
     def close(self) -> None:
-        """Sends "bye" to rank 0, unless a rank was lost, and waits for the listening thread's end."""
+        """Sends `Leaving` to rank 0, unless a rank was lost, and waits for the listening thread's end."""
         with self._lock:
             self.end_reason = self.end_reason or EndReason("hvd.shutdown() was called")
         if self.has_lost_rank:
-            # Ranks that have not heard of the loss yet, and wait for this one, then get a PeerLostError. After a "bye"
-            # they would be told that the programs call different collectives.
+            # Ranks that have not heard of the loss yet, and wait for this one, then get a PeerLostError. After a
+            # `Leaving` they would be told that the programs call different collectives.
             self._say_lost()
         else:
-            self._mailbox.send(["bye"])
+            self._mailbox.send(Leaving())
         self._is_closing = True
         self._wake_up()
         if self._thread.ident is None:
@@ -239,15 +250,15 @@ class Rank0Connection:
         for message in messages:
             self._hear_message(message)
 
-    def _hear_message(self, message: list[Any]) -> None:
+    def _hear_message(self, message: FromRank0) -> None:
         match message:
-            case ["left", int(rank), bool(ended_normally)]:
+            case RankLeft(rank, ended_normally):
                 self._watch.record_first_end(rank, ended_normally)
-            case ["failed", int(rank), str(label), int(number), str(words)]:
+            case FailedOnRank(rank, label, number, words):
                 self._watch.ends.record_failure(rank, label, number, words)
-            case ["over", str(words), bool(is_peer_loss)]:
+            case Over(words, is_peer_loss):
                 raise _Rank0EndedError(EndReason(words, is_peer_loss))
-            case ["lost", 0]:
+            case Rank0HasLostRank():
                 self._rank_0_follows = True
             case _:
                 self._take(message)
@@ -258,11 +269,11 @@ class Rank0Connection:
         """Reports that this rank has lost another one: if it ends because of that, its end is not the first."""
         if not self._has_said_lost:
             self._has_said_lost = True
-            self._mailbox.send(["lost"])
+            self._mailbox.send(HasLostRank())
 
     def _say_failed(self, label: str, number: int, words: str) -> None:
         """Reports that an operation has failed here, for ranks that wait in it for this one."""
-        self._mailbox.send(["failed", label, number, words])
+        self._mailbox.send(HasFailed(label, number, words))
 
     def _hear_of_rank_0(self, *, ended_normally: bool) -> None:
         """Records the end of the connection to rank 0."""

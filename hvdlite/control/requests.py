@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ..comm.group import Group
 from ..errors import list_names
 from .handle import Handle
+from .messages import MissingRanks
 from .operation import Operation, Run
 
 Name = tuple[int, str, str]  # the process set's id, the kind's name, the user's name
@@ -103,13 +104,10 @@ class Requests:
         for request in failed:
             request.handle.fail(error_of(request.handle.what))
 
-    def note_missing(self, missing: Iterable[tuple[int, Sequence[int], int]]) -> None:
-        """Replaces what is known of ranks that have not requested an operation.
-
-        For each ticket, it takes the first such ranks, and how many there are.
-        """
+    def note_missing(self, missing: Iterable[MissingRanks]) -> None:
+        """Replaces what is known of ranks that have not requested an operation."""
         self._missing = {
-            ticket: list_names([self._describe_rank(rank) for rank in ranks], count) for ticket, ranks, count in missing
+            each.ticket: list_names([self._describe_rank(rank) for rank in each.ranks], each.count) for each in missing
         }
 
     def waits_for(self, ticket: int) -> str:

@@ -12,9 +12,8 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 from ..comm.step_clock import Phase, Reading
 
@@ -60,15 +59,9 @@ class RankPace:
     cost: float
     phase: str | None
 
-    def pack(self) -> list[Any]:
-        """Returns it as a list of JSON's types, for `unpack`."""
-        values = asdict(self)
-        values["seconds"] = {name: round(value, 7) for name, value in self.seconds.items()}
-        return list(values.values())
-
-    @classmethod
-    def unpack(cls, packed: Sequence[Any]) -> RankPace:
-        return cls(*packed)
+    def rounded(self) -> RankPace:
+        """Returns it with fewer digits, to be sent."""
+        return replace(self, seconds={name: round(value, 7) for name, value in self.seconds.items()})
 
 
 def paces_between(older: Mapping[int, Reading], newer: Mapping[int, Reading], hosts: Sequence[str]) -> list[RankPace]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from ..comm.group import Group
 from ..comm.recorder import Recorder
@@ -23,6 +22,7 @@ from .callers import Callers
 from .executor import Agreed, Executor
 from .handle import Handle
 from .joins import Joins
+from .messages import CloseRound, OperationRequest, ToRank0
 from .operation import Execution, Operation
 from .pending import Ask
 from .rank0_connection import Rank0Connection
@@ -71,7 +71,7 @@ class Submitter:
         self._voter = Voter(
             board,
             self._lock,
-            close_round=lambda number: self._connection.say(["close_round", number]),
+            close_round=lambda number: self._connection.say(CloseRound(number)),
             decide_round=decide_round,
             is_over=lambda: self._connection.end_reason is not None,
         )
@@ -87,9 +87,10 @@ class Submitter:
         kind, name = operation.kind.name, operation.name
         caller = None
         if name is None or not operation.has_users_name:
-            caller = self._labels.of_call((group.set_id, kind, name)).pack()
-        members = None if group.set_id == 0 else group.ranks
-        ask = ["ask", int(handle), group.set_id, kind, name, what, members, operation.same, operation.own, caller]
+            caller = self._labels.of_call((group.set_id, kind, name))
+        members = None if group.set_id == 0 else tuple(group.ranks)
+        same = operation.same
+        ask = OperationRequest(int(handle), group.set_id, kind, name, what, members, same, operation.own, caller)
         with self._lock:
             self._requests.add(handle, group, operation)
             handle.while_waiting = partial(self._callers.blocked_in, int(handle))
@@ -105,7 +106,7 @@ class Submitter:
             self._ask(handle, ask)
         return handle
 
-    def say_in_order(self, message: list[Any]) -> None:
+    def say_in_order(self, message: ToRank0) -> None:
         """Sends a message that requests no operation, after everything that was submitted before."""
         with self._lock:
             is_held = self._is_held(partial(self._connection.send, message))
@@ -115,12 +116,12 @@ class Submitter:
     def _is_held(self, say: Callable[[], None]) -> bool:
         return self._voter is not None and self._voter.hold(say)
 
-    def _begin_vote(self, ask: list[Any]) -> bytes | None:
+    def _begin_vote(self, ask: OperationRequest) -> bytes | None:
         """Begins a vote, and returns what is voted on; None if more than the call just noted is in progress."""
-        voter, (_, _, set_id, *_, caller) = self._voter, ask
+        voter = self._voter
         if not (
             voter is not None
-            and set_id == 0
+            and ask.set_id == 0
             and not voter.is_voting
             and len(self._requests) == 1
             and not self._joins.is_joining
@@ -129,17 +130,18 @@ class Submitter:
         ):
             return None
         # All values are of JSON's types, which `repr` distinguishes as JSON does, in half the time.
-        call = repr([*ask[2:-1], caller and caller[1]]).encode()
+        thread = ask.caller and ask.caller.name
+        call = repr((ask.set_id, ask.kind, ask.name, ask.what, ask.same, ask.own, thread)).encode()
         return call if len(call) <= MOST_BYTES and voter.begin() else None
 
-    def _ask(self, handle: Handle, ask: list[Any]) -> None:
+    def _ask(self, handle: Handle, ask: OperationRequest) -> None:
         try:
             self._connection.say(ask)
         except ValueError as error:
             with self._lock:
                 self._fail(handle, error)
 
-    def _ask_held(self, handle: Handle, ask: list[Any]) -> None:
+    def _ask_held(self, handle: Handle, ask: OperationRequest) -> None:
         """Sends a request that was held during a vote, under the lock; `_vote` fails it if the connection has ended."""
         try:
             self._connection.send(ask)
@@ -153,7 +155,7 @@ class Submitter:
 
     # -- on the executor's thread
 
-    def _vote(self, handle: Handle, operation: Operation, group: Group, ask: list[Any], call: bytes) -> None:
+    def _vote(self, handle: Handle, operation: Operation, group: Group, ask: OperationRequest, call: bytes) -> None:
         """Votes; runs the operation if all ranks vote for it now, else requests it by a message."""
         assert self._voter is not None, "a vote has begun"
         ticket, set_id = int(handle), group.set_id

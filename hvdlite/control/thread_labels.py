@@ -13,9 +13,8 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 _NUMBER = re.compile(r"[-_]?\d+")
 # Represents all threads that Python has not made, such as autograd's for a GPU: Python does not see them start or end,
@@ -38,18 +37,12 @@ class CallingThread:
     name: str
     has_rivals: bool = False
     has_twins: bool = False
-    others: Sequence[str] = ()
+    others: tuple[str, ...] = ()
 
     @property
     def is_doubtful(self) -> bool:
         """Whether this rank may have meant the operation of another thread."""
         return self.has_rivals or self.has_twins or bool(self.others)
-
-    def pack(self) -> list[Any]:
-        """The thread as part of a message; short where nothing is doubtful."""
-        if not self.is_doubtful:
-            return [self.label, self.name]
-        return [self.label, self.name, self.has_rivals, self.has_twins, list(self.others)]
 
     def may_be(self, other: CallingThread) -> bool:
         """Whether it may have the same role as the other rank's thread."""

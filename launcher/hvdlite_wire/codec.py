@@ -32,7 +32,7 @@ Message = TypeVar("Message")
 _Reader = Callable[[Any], Any]
 
 # What goes wrong in a check, in a cut JSON text, or in one that is nested too deep.
-_WRONG = (ValueError, TypeError, RecursionError, AttributeError)
+_WRONG = (ValueError, TypeError, OverflowError, RecursionError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,8 @@ def _reader_of(hint: Any) -> _Reader:  # noqa: PLR0911  # a case for each kind o
         return _row(lambda *values: values, [_reader_of(each) for each in arguments])
     if origin in (list, Sequence):
         return _all(list, _reader_of(arguments[0]))
+    if origin in (dict, Mapping) and arguments == (str, Any):
+        return _exactly(dict)  # JSON's keys are texts
     if origin in (dict, Mapping):
         return _mapping(arguments[0], _reader_of(arguments[0]), _reader_of(arguments[1]))
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -135,9 +137,10 @@ def _exactly(of: type) -> _Reader:
 
 
 def _finite(value: Any) -> float:
-    if type(value) is not float or not math.isfinite(value):
+    # JSON has one type of numbers.
+    if type(value) not in (float, int) or not math.isfinite(value):
         raise MessageError(f"{_brief(value)} is not float")
-    return value
+    return float(value)
 
 
 def _checked(inner: _Reader, *checks: _Reader) -> _Reader:
@@ -185,7 +188,6 @@ def _row(make: Callable[..., Any], readers: Sequence[_Reader]) -> Callable[..., 
 
 
 def _mapping(key_type: Any, read_key: _Reader, read_value: _Reader) -> _Reader:
-    # JSON's keys are texts.
     is_number = key_type is int or get_args(key_type)[:1] == (int,)
 
     def check(value: Any) -> Any:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
+from control_messages import said, sent, to_rank_0
+from hvdlite_wire.errors import MessageError
 from worlds import run_worlds
 
 import hvdlite as hvd
@@ -26,8 +28,21 @@ from hvdlite.control.coordinator import Coordinator
 from hvdlite.control.frames import MAX_BYTES, FrameError, Opener, Sealer
 from hvdlite.control.handshake import CHALLENGE_BYTES, HELLO_BYTES, HandshakeClient, HandshakeServer
 from hvdlite.control.heartbeat import LOOK_S, Heartbeat, Silence
-from hvdlite.control.incoming import MessageError, handle_message
-from hvdlite.control.mailbox import Mailbox, mailbox_pair
+from hvdlite.control.incoming import handle_message
+from hvdlite.control.mailbox import DOWN, UP, Mailbox, mailbox_pair
+from hvdlite.control.messages import (
+    FROM_RANK_0,
+    TO_RANK_0,
+    AskLine,
+    EndProcess,
+    Go,
+    HasFailed,
+    Leaving,
+    No,
+    Over,
+    StillWaiting,
+    WaitsIn,
+)
 from hvdlite.control.negotiation import Negotiation
 from hvdlite.control.stall import Blocked, StallRules
 from hvdlite.control.stragglers import StragglerWatch
@@ -45,8 +60,8 @@ def sealed(data: bytes, count: int = 0) -> bytes:
 
 
 def test_messages_come_as_they_were_sent_in_whatever_pieces():
-    sealer, opener = Sealer(KEY), Opener(KEY)
-    sent = [["ask", 1, None], ["ünï", {"a": [1.5]}], ["x" * 3_000_000], ["end"]]
+    sealer, opener = Sealer(KEY, FROM_RANK_0), Opener(KEY, FROM_RANK_0)
+    sent = [Go(1, [None], 2), Go(1, ["ünï", {"a": [1.5]}], 2), EndProcess("x" * 3_000_000), AskLine()]
     stream = b"".join(map(sealer.seal, sent))
     got, step = [], 70_001
     for start in range(0, len(stream), step):
@@ -61,42 +76,45 @@ def changed(frame: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (lambda: changed(Sealer(KEY).seal(["bye"])), "not signed"),
-        (lambda: Sealer(STRANGERS_KEY).seal(["bye"]), "not signed"),
-        (lambda: Sealer(KEY).seal(["bye"]) * 2, "out of order"),
+        (lambda: changed(Sealer(KEY, TO_RANK_0).seal(Leaving())), "not signed"),
+        (lambda: Sealer(STRANGERS_KEY, TO_RANK_0).seal(Leaving()), "not signed"),
+        (lambda: Sealer(KEY, TO_RANK_0).seal(Leaving()) * 2, "out of order"),
         (lambda: sealed(b'["bye"]', count=1), "out of order"),
         (lambda: struct.pack(">I16s", MAX_BYTES + 1, b""), "more than"),
-        (lambda: sealed(b"{"), "not JSON"),
-        (lambda: sealed(b"\xff\xfe"), "not JSON"),
-        (lambda: sealed(b"[" * 200_000), "not JSON"),
-        (lambda: sealed(b"[" * 100 + b"]" * 100), "nests deeper"),
-        (lambda: sealed(b'["ask",' + b'{"a":' * 70 + b"1" + b"}" * 70 + b"]"), "nests deeper"),
-        (lambda: sealed(b"{}"), "not a list"),
-        (lambda: sealed(b"[]"), "not a list"),
+        (lambda: sealed(b"{"), "malformed"),
+        (lambda: sealed(b"\xff\xfe"), "malformed"),
+        (lambda: sealed(b"[" * 200_000), "malformed"),
+        (lambda: sealed(b"[" * 100 + b"]" * 100), "malformed"),
+        (
+            lambda: sealed(b'["ask",1,0,"a",null,"a",null,{},' + b'{"a":' * 70 + b"1" + b"}" * 70 + b",null]"),
+            "nests deeper",
+        ),
+        (lambda: sealed(b"{}"), "malformed"),
+        (lambda: sealed(b"[]"), "malformed"),
     ],
 )
 def test_what_the_other_end_has_not_sent_now_is_refused(data, words):
     with pytest.raises(FrameError, match=words):
-        Opener(KEY).open(data())
+        Opener(KEY, TO_RANK_0).open(data())
 
 
 def test_brackets_in_words_are_no_depth():
-    message = ["no", 1, "[" * 1000]
-    assert Opener(KEY).open(Sealer(KEY).seal(message)) == [message]
+    message = No(1, "MismatchError", "[" * 1000)
+    assert Opener(KEY, FROM_RANK_0).open(Sealer(KEY, FROM_RANK_0).seal(message)) == [message]
 
 
 def test_a_message_that_is_too_long_is_refused_by_who_would_send_it_and_the_next_one_goes(monkeypatch):
     monkeypatch.setattr("hvdlite.control.frames.MAX_BYTES", 100)
-    sealer = Sealer(KEY)
-    with pytest.raises(ValueError, match="102 bytes is longer than the limit of 100"):
-        sealer.seal(["x" * 98])
-    assert Opener(KEY).open(sealer.seal(["y"])) == [["y"]]
+    sealer = Sealer(KEY, FROM_RANK_0)
+    with pytest.raises(ValueError, match="108 bytes is longer than the limit of 100"):
+        sealer.seal(EndProcess("x" * 98))
+    assert Opener(KEY, FROM_RANK_0).open(sealer.seal(AskLine())) == [AskLine()]
 
 
 def test_what_a_rank_is_sent_cannot_be_sent_back_to_rank_0():
     ours, theirs = socket.socketpair()
-    mailbox = Mailbox(ours, KEY, of_rank_0=True)
-    mailbox.send(["bye"])
+    mailbox = Mailbox(ours, KEY, sends=DOWN, receives=UP)
+    mailbox.send(AskLine())
     theirs.sendall(theirs.recv(1000))
     with pytest.raises(FrameError, match="not signed"):
         mailbox.receive()
@@ -109,9 +127,9 @@ def test_sending_never_waits_and_everything_arrives_in_order_once_the_other_end_
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     woken = []
-    sender = Mailbox(ours, KEY, of_rank_0=False, wake=lambda: woken.append(1))
-    receiver = Mailbox(theirs, KEY, of_rank_0=True)
-    sent = [[number, "x" * (number % 700)] for number in range(2000)]
+    sender = Mailbox(ours, KEY, sends=UP, receives=DOWN, wake=lambda: woken.append(1))
+    receiver = Mailbox(theirs, KEY, sends=DOWN, receives=UP)
+    sent = [HasFailed("all", number, "x" * (number % 700)) for number in range(2000)]
     for message in sent:
         sender.send(message)
     assert sender.has_outgoing
@@ -127,7 +145,7 @@ def test_sending_never_waits_and_everything_arrives_in_order_once_the_other_end_
 def test_threads_that_send_at_once_do_not_mix_their_messages():
     sender, receiver = mailbox_pair(KEY)
     threads = [
-        threading.Thread(target=lambda own=own: [sender.send([own, number]) for number in range(300)])
+        threading.Thread(target=lambda own=own: [sender.send(WaitsIn(number, {"own": own})) for number in range(300)])
         for own in range(4)
     ]
     for thread in threads:
@@ -138,15 +156,15 @@ def test_threads_that_send_at_once_do_not_mix_their_messages():
         got += receiver.receive()
     for thread in threads:
         thread.join()
-    assert all([number for who, number in got if who == own] == list(range(300)) for own in range(4))
+    assert all([each.ticket for each in got if each.begun["own"] == own] == list(range(300)) for own in range(4))
 
 
 def test_sending_to_who_is_gone_is_no_error_and_receiving_tells_after_the_last_words():
     sender, other = mailbox_pair(KEY)
-    other.send(["over", "words"])
+    other.send(Over("words", False))
     other.close()
-    sender.send(["ask"])
-    assert sender.receive() == [["over", "words"]]
+    sender.send(Leaving())
+    assert sender.receive() == [Over("words", False)]
     with pytest.raises((EOFError, OSError)):
         sender.receive()
 
@@ -398,7 +416,7 @@ def test_a_rank_0_that_ends_right_after_its_welcome_is_an_error_of_later_calls_a
 
     def reach_one_that_ends(*arguments):
         mailbox, welcome, early = reach(*arguments)
-        return mailbox, welcome, [*early, ["over", "rank 0 (node0) has ended", False]]
+        return mailbox, welcome, [*early, Over("rank 0 (node0) has ended", False)]
 
     monkeypatch.setattr(connect, "_reach", reach_one_that_ends)
 
@@ -440,6 +458,13 @@ def test_who_answers_in_rank_0s_place_without_the_key_is_told_from_it(monkeypatc
     impostor.close()
 
 
+class Raw:
+    """Encodes whatever it is given, in place of a family of messages."""
+
+    def encode(self, words: object) -> bytes:
+        return json.dumps(words).encode()
+
+
 class Ranks:
     """The ranks' ends of connections to a running coordinator."""
 
@@ -452,10 +477,10 @@ class Ranks:
         for rank in range(size):
             ours, theirs = socket.socketpair()
             session = Signer(secrets.token_bytes(32))
-            self.coordinator.add(rank, Mailbox(theirs, session, of_rank_0=True))
+            self.coordinator.add(rank, Mailbox(theirs, session, sends=DOWN, receives=UP))
             self.sockets.append(ours)
             self.sessions.append(session)
-            self.ends.append(Mailbox(ours, session, of_rank_0=False))
+            self.ends.append(Mailbox(ours, session, sends=UP, receives=DOWN))
         for end in self.ends:
             assert self.next_word(end)[0] == "welcome"
         self.coordinator.start()
@@ -465,7 +490,12 @@ class Ranks:
             selector.register(end, selectors.EVENT_READ)
             assert selector.select(60), "rank 0 says nothing"
         (message,) = end.receive()
-        return message
+        return sent(message)
+
+    def say(self, rank: int, words: list) -> None:
+        """Sends what may be no message."""
+        sealer = self.ends[rank]._sealer
+        self.sockets[rank].sendall(Sealer(sealer._signer, Raw()).seal(words))
 
 
 @pytest.mark.parametrize(
@@ -490,10 +520,10 @@ class Ranks:
 )
 def test_a_rank_that_says_what_none_says_counts_as_gone_and_the_others_go_on(said, caplog):
     ranks = Ranks(3)
-    ranks.ends[1].send(said)
+    ranks.say(1, said)
     for own in (0, 2):
         assert ranks.next_word(ranks.ends[own]) == ["left", 1, False]
-        ranks.ends[own].send(["ask", 9, 4, "allreduce", "a", "a", [0, 2], {}, None, None])
+        ranks.ends[own].send(to_rank_0("ask", 9, 4, "allreduce", "a", "a", [0, 2], {}, None, None))
     for own in (0, 2):
         assert ranks.next_word(ranks.ends[own]) == ["go", 9, [None, None], 2]
     ranks.coordinator.close()
@@ -502,7 +532,7 @@ def test_a_rank_that_says_what_none_says_counts_as_gone_and_the_others_go_on(sai
 
 def test_asking_twice_under_one_number_is_what_no_rank_does():
     negotiation = Negotiation(["a", "b"], StallRules())
-    ask = ["ask", 1, 0, "allreduce", "x", "x", None, {}, None, None]
+    ask = to_rank_0("ask", 1, 0, "allreduce", "x", "x", None, {}, None, None)
     handle_message(negotiation, 1, ask, (0, 1), 0.0)
     with pytest.raises(MessageError, match="number 1 twice"):
         handle_message(negotiation, 1, ask, (0, 1), 0.0)
@@ -520,16 +550,16 @@ def test_bytes_that_are_no_frame_end_their_own_connection_alone(data):
     ranks = Ranks(2)
     ranks.sockets[1].sendall(data)
     assert ranks.next_word(ranks.ends[0]) == ["left", 1, False]
-    ranks.ends[0].send(["alive", 0])
-    assert ranks.next_word(ranks.ends[0]) == ["alive"]
+    ranks.ends[0].send(StillWaiting(0))
+    assert ranks.next_word(ranks.ends[0]) == ["alive", []]
     ranks.coordinator.close()
 
 
 def test_a_frame_that_is_sent_again_ends_the_connection():
     ranks = Ranks(2)
-    frame = Sealer(ranks.sessions[1].derive("to rank 0")).seal(["alive", 0])
+    frame = Sealer(ranks.sessions[1].derive("to rank 0"), TO_RANK_0).seal(StillWaiting(0))
     ranks.sockets[1].sendall(frame)
-    assert ranks.next_word(ranks.ends[1]) == ["alive"]
+    assert ranks.next_word(ranks.ends[1]) == ["alive", []]
     ranks.sockets[1].sendall(frame)
     assert ranks.next_word(ranks.ends[0]) == ["left", 1, False]
     ranks.coordinator.close()
@@ -541,16 +571,16 @@ def test_a_rank_that_reads_nothing_holds_up_no_other():
     own = "x" * 500_000
     for ticket in range(40):
         for rank in (1, 2):
-            ranks.ends[rank].send(["ask", ticket, 7, "look", str(ticket), "look", [1, 2], {}, own, None])
+            ranks.ends[rank].send(to_rank_0("ask", ticket, 7, "look", str(ticket), "look", [1, 2], {}, own, None))
             while ranks.ends[rank].has_outgoing:
                 ranks.ends[rank].flush()
         got: list = []
         while not got:
             got = ranks.ends[2].receive()
-        assert [message[:2] for message in got] == [["go", ticket]]
+        assert [message.ticket for message in got] == [ticket]
     got = []
     while len(got) < 40:
-        got += [message[1] for message in ranks.ends[1].receive()]
+        got += [message.ticket for message in ranks.ends[1].receive()]
     assert got == list(range(40))
     ranks.coordinator.close()
 
@@ -559,7 +589,8 @@ def test_a_rank_that_reads_nothing_holds_up_no_other():
 
 
 def looked(heartbeat: Heartbeat, now_s: float, blocked=(), **more) -> list:
-    return heartbeat.look(now_s, blocked, **{"is_stuck": True, "is_waiting": bool(blocked), "over_count": 0, **more})
+    more = {"is_stuck": True, "is_waiting": bool(blocked), "over_count": 0, **more}
+    return [said(message) for message in heartbeat.look(now_s, blocked, **more)]
 
 
 @pytest.mark.parametrize(
@@ -583,13 +614,13 @@ def test_what_a_rank_is_blocked_in_is_told_once_and_again_when_it_changes():
     heartbeat = Heartbeat(StallRules())
     begun, size = {"opt": 3}, 2
     wait = Blocked("bucket 0", 10.0, collective=("opt", 3, (0, 1)))
-    said = ["busy", [["bucket 0", 1.5, False, ["opt", 3, None]]], True, begun]
+    busy = ["busy", [["bucket 0", 1.5, False, ["opt", 3, None]]], True, begun]
     assert looked(heartbeat, 10.25, [wait]) == [["alive", 0]]
-    assert looked(heartbeat, 11.5, [wait], begun=begun, size=size)[0] == said
+    assert looked(heartbeat, 11.5, [wait], begun=begun, size=size)[0] == busy
     assert looked(heartbeat, 12.5, [wait]) == [["alive", 0]]
     # The same text, but another step.
     again = Blocked("bucket 0", 12.0, collective=("opt", 3, (0, 1)))
-    assert looked(heartbeat, 13.5, [again], begun=begun, size=size)[0] == said
+    assert looked(heartbeat, 13.5, [again], begun=begun, size=size)[0] == busy
     assert looked(heartbeat, 14.5, begun=begun) == [["busy", [], False, begun]]
     assert looked(heartbeat, 15.5) == []
 

@@ -18,6 +18,7 @@ from functools import partial
 
 import pytest
 import torch
+from control_messages import from_rank_0
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
@@ -600,9 +601,9 @@ def test_an_answer_that_comes_after_a_rank_was_revoked_is_ignored(answer):
         client.revoke("this world is over")
         with pytest.raises(hvd.PeerLostError, match="this world is over"):
             request.wait()
-        client._take([answer, int(request), *messages[answer]])
+        client._take(from_rank_0(answer, int(request), *messages[answer]))
         with pytest.raises(KeyError):
-            client._take([answer, int(request) + 1000, *messages[answer]])
+            client._take(from_rank_0(answer, int(request) + 1000, *messages[answer]))
 
     _while_rank_0_asks_for_nothing(rank_1)
 
@@ -619,7 +620,7 @@ def test_what_rank_0_writes_about_a_join_after_a_rank_was_revoked_is_ignored():
             ["joined", 0],
             ["not_joined", "CommunicationError", "a rank has ended"],
         ):
-            client._take(about_its_join)
+            client._take(from_rank_0(*about_its_join))
 
     _while_rank_0_asks_for_nothing(rank_1)
 

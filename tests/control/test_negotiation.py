@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from control_messages import sent
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdlite.control.messages import AskLine, LivingOptimizers
 from hvdlite.control.negotiation import SETTLING_S, Negotiation
 from hvdlite.control.operation import ALLREDUCE, kind_named
 from hvdlite.control.pending import Ask, Pending
@@ -63,15 +65,18 @@ class Play:
 
     def asked_where(self) -> list[int]:
         """Returns the ranks that were asked for their program's line since the last call; each is to answer."""
-        asked = [rank for rank, message in self.negotiation.outbox if message == ["where"]]
-        self.negotiation.outbox = [each for each in self.negotiation.outbox if each[1] != ["where"]]
+        asked = [rank for rank, message in self.negotiation.outbox if message == AskLine()]
+        self.negotiation.outbox = [each for each in self.negotiation.outbox if each[1] != AskLine()]
         return asked
 
     def said(self) -> list[tuple[int, list]]:
         """Returns what was answered since the last call."""
-        said = [(rank, message) for rank, message in self.negotiation.outbox if message[0] not in ("left", "where")]
+        said = [(rank, message) for rank, message in self.outbox() if message[0] not in ("left", "where")]
         self.negotiation.outbox.clear()
         return said
+
+    def outbox(self) -> list[tuple[int, list]]:
+        return [(rank, sent(message)) for rank, message in self.negotiation.outbox]
 
 
 def kinds(said) -> list[tuple[int, str]]:
@@ -115,7 +120,10 @@ def test_operations_begin_in_one_order_on_all_ranks_whatever_the_order_of_their_
 
 def test_a_rank_can_be_told_who_has_not_asked_for_what_it_has():
     play = Play(size=4)
-    missing = play.negotiation.missing
+
+    def missing(rank: int) -> list:
+        return sent(play.negotiation.missing(rank))[1]
+
     first, second = play.ask(0, "a"), play.ask(0, "b", members=(0, 3), set_id=1)
     assert missing(0) == [[first, [1, 2, 3], 3], [second, [3], 1]]
     assert missing(1) == []
@@ -129,7 +137,7 @@ def test_a_rank_can_be_told_who_has_not_asked_for_what_it_has():
 def test_of_many_that_have_not_asked_the_first_are_told_and_how_many_there_are():
     negotiation = Negotiation(("node1",) * 100, StallRules())
     negotiation.ask(7, Ask(1, 0, ALLREDUCE, "a", "allreduce of 'a'", tuple(range(100)), {}, None), 0.0)
-    assert negotiation.missing(7) == [[1, [0, 1, 2, 3, 4, 5, 6, 8], 99]]
+    assert sent(negotiation.missing(7)) == ["alive", [[1, [0, 1, 2, 3, 4, 5, 6, 8], 99]]]
 
 
 @pytest.mark.parametrize(
@@ -328,7 +336,7 @@ def test_the_first_end_is_told_to_all_others():
     play = Play(3)
     play.negotiation.end(1, True, 0.0)
     play.negotiation.end(2, False, 0.0)
-    assert [each for each in play.negotiation.outbox if each[1][0] == "left"] == [
+    assert [each for each in play.outbox() if each[1][0] == "left"] == [
         (2, ["left", 1, True]),
         # The last rank: its program may end in this way.
         (0, ["left", 1, True]),
@@ -412,7 +420,7 @@ def test_a_later_end_is_told_to_ranks_that_connect_to_the_one_that_has_ended():
     play.ask(3, None, "add_process_set", members=(1, 2, 3), set_id=1)
     play.negotiation.outbox.clear()
     play.negotiation.end(3, ended_normally=False, now_s=0.0)
-    assert play.negotiation.outbox == [(2, ["left", 3, False]), (1, ["left", 3, False])]
+    assert play.outbox() == [(2, ["left", 3, False]), (1, ["left", 3, False])]
 
 
 def test_the_first_failure_in_an_operation_is_told_to_the_other_ranks():
@@ -420,7 +428,7 @@ def test_the_first_failure_in_an_operation_is_told_to_the_other_ranks():
     play.negotiation.failed(1, "all", 2, "no memory")
     play.negotiation.failed(2, "all", 2, "because of rank 1")
     play.negotiation.failed(2, "all", 1, "of the operation before")
-    assert play.negotiation.outbox == [(rank, ["failed", 1, "all", 2, "no memory"]) for rank in (0, 2)]
+    assert play.outbox() == [(rank, ["failed", 1, "all", 2, "no memory"]) for rank in (0, 2)]
 
 
 def test_the_end_of_rank_0_is_told_too():
@@ -505,7 +513,7 @@ def test_who_has_joined_learns_that_a_rank_it_waits_for_has_ended():
 
 def test_only_what_lives_on_all_members_is_sat_out_and_who_joins_later_is_told_the_same():
     play = Play(3)
-    play.negotiation.join(0, False, 0.0, [[0, None, [1, 2, 4]], [7, [0, 2], [1, 2]]])
+    play.negotiation.join(0, False, 0.0, [LivingOptimizers(0, None, (1, 2, 4)), LivingOptimizers(7, (0, 2), (1, 2))])
     assert play.said() == [(1, ["pin", 0, 0]), (2, ["pin", 0, 0]), (2, ["pin", 0, 7])]
     play.negotiation.pinned(2, 0, 0, [1, 4])
     play.negotiation.pinned(2, 0, 7, [2])
@@ -513,9 +521,14 @@ def test_only_what_lives_on_all_members_is_sat_out_and_who_joins_later_is_told_t
     play.negotiation.pinned(1, 0, 0, [2, 4])
     assert play.said() == [(0, ["sit_out", 0, [4]])]
     # The order counts: an optimizer of a set may be made until a member has joined, and not after.
-    play.negotiation.join(1, False, 0.0, [[0, None, [2, 4]], [8, [1, 2], [1]]])
+    play.negotiation.join(1, False, 0.0, [LivingOptimizers(0, None, (2, 4)), LivingOptimizers(8, (1, 2), (1,))])
     assert play.said() == [(1, ["sit_out", 0, [4]]), (2, ["pin", 0, 8])]
-    play.negotiation.join(2, False, 0.0, [[0, None, [4]], [7, [0, 2], []], [8, [1, 2], [1, 3]]])
+    play.negotiation.join(
+        2,
+        False,
+        0.0,
+        [LivingOptimizers(0, None, (4,)), LivingOptimizers(7, (0, 2), ()), LivingOptimizers(8, (1, 2), (1, 3))],
+    )
     assert play.said() == [
         (2, ["sit_out", 0, [4]]),
         (2, ["sit_out", 7, [2]]),
@@ -527,8 +540,8 @@ def test_only_what_lives_on_all_members_is_sat_out_and_who_joins_later_is_told_t
 
 def test_a_rank_that_joins_before_it_is_asked_has_answered():
     play = Play(2)
-    play.negotiation.join(1, False, 0.0, [[0, None, [1, 2]]])
-    play.negotiation.join(0, False, 0.0, [[0, None, [2]]])
+    play.negotiation.join(1, False, 0.0, [LivingOptimizers(0, None, (1, 2))])
+    play.negotiation.join(0, False, 0.0, [LivingOptimizers(0, None, (2,))])
     play.negotiation.pinned(0, 0, 0, [])
     assert play.said() == [
         (0, ["pin", 0, 0]),
@@ -541,15 +554,15 @@ def test_a_rank_that_joins_before_it_is_asked_has_answered():
 
 def test_an_answer_of_a_join_that_failed_is_not_taken_for_that_of_the_next():
     play = Play(3)
-    play.negotiation.join(0, False, 0.0, [[0, None, [1]]])
-    play.negotiation.join(1, True, 0.0, [[0, None, [1]]])
+    play.negotiation.join(0, False, 0.0, [LivingOptimizers(0, None, (1,))])
+    play.negotiation.join(1, True, 0.0, [LivingOptimizers(0, None, (1,))])
     said = play.said()
     assert [entry for entry in said if entry[1][0] != "not_joined"] == [
         (1, ["pin", 0, 0]),
         (2, ["pin", 0, 0]),
         (2, ["unpin"]),
     ]
-    play.negotiation.join(0, False, 0.0, [[0, None, [1]]])
+    play.negotiation.join(0, False, 0.0, [LivingOptimizers(0, None, (1,))])
     play.negotiation.pinned(2, 0, 0, [1])
     play.negotiation.pinned(1, 1, 0, [1])
     assert play.said() == [(1, ["pin", 1, 0]), (2, ["pin", 1, 0])]
@@ -560,7 +573,7 @@ def test_an_answer_of_a_join_that_failed_is_not_taken_for_that_of_the_next():
 @pytest.mark.parametrize("ended_normally", [True, False])
 def test_a_rank_that_ends_instead_of_saying_what_lives_there_leaves_nobody_waiting(ended_normally):
     play = Play(3)
-    play.negotiation.join(0, False, 0.0, [[0, None, [1]]])
+    play.negotiation.join(0, False, 0.0, [LivingOptimizers(0, None, (1,))])
     play.said()
     play.negotiation.end(2, ended_normally, 0.0)
     assert kinds(play.said()) == [(0, "not_joined"), (1, "unpin")]
@@ -853,7 +866,7 @@ def test_a_join_that_others_never_come_to_is_told_of_and_ended_once_nobody_does_
 def play_of_join_with_an_optimizer(**stall: float) -> Play:
     """Rank 1 has joined, and takes part in the steps of the one optimizer without gradients."""
     play = Play(2, **stall)
-    play.negotiation.join(1, False, 0.0, [(0, None, [1])])
+    play.negotiation.join(1, False, 0.0, [LivingOptimizers(0, None, (1,))])
     play.negotiation.pinned(0, 0, 0, [1])
     assert (1, ["sit_out", 0, [1]]) in play.said()
     return play
@@ -875,7 +888,7 @@ def test_a_join_is_no_stall_while_the_others_ask_for_operations_and_take_no_step
         play.after(1.0)
     assert of_stalls(play) == []
     # Nor right after it, before the rank has reported that it no longer waits there.
-    play.negotiation.join(0, False, play.now_s, [(0, None, [1])])
+    play.negotiation.join(0, False, play.now_s, [LivingOptimizers(0, None, (1,))])
     play.after(1.0)
     assert of_stalls(play) == []
     assert [message for _, message in play.said() if message[0] == "end"] == []

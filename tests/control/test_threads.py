@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hvdlite_wire.codec import decode, encode
 from worlds import PLAIN, attempt_worlds, run_worlds
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
-from hvdlite.control import incoming, thread_labels
+from hvdlite.control import thread_labels
 from hvdlite.control.thread_labels import CallingThread, ThreadLabels
 from hvdlite.environment import Environment
 from hvdlite.runtime import world as world_module
@@ -352,9 +352,8 @@ def test_what_a_thread_says_of_itself_is_short_once_it_is_the_only_caller():
     assert (first.label, first.name) == ("worker", "worker-3")
     assert "loader" in first.others
     assert second == CallingThread("worker", "worker-3")
-    assert second.pack() == ["worker", "worker-3"]
     for each in seen:
-        assert incoming._caller(json.loads(json.dumps(each.pack()))) == each
+        assert decode(CallingThread, encode(each)) == each
     # This thread lived when another one called, and may be meant in its place.
     assert known.of_call("key").has_rivals
     assert not known.of_call("another key").has_rivals

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import hvdlite as hvd
 from hvdlite.control import voting
 from hvdlite.control.coordinator import Coordinator
 from hvdlite.control.mailbox import Mailbox, mailbox_pair
+from hvdlite.control.messages import CloseRound, Go, GoAsStandIn, OperationRequest, ToRank0
 from hvdlite.control.negotiation import Negotiation
 from hvdlite.control.operation import Kind
 from hvdlite.control.pending import Ask
@@ -38,9 +38,9 @@ def all_reduced(name: str | None, value: float) -> float:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+def said(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Collects the messages that ranks, and rank 0, send from now on."""
-    messages: list[list[Any]] = []
+    messages: list[object] = []
     send_all = Mailbox.send_all
 
     def note(mailbox: Mailbox, sent: Any) -> None:
@@ -67,7 +67,7 @@ def test_calls_that_all_ranks_make_in_one_order_are_agreed_on_without_a_message(
         return [all_reduced(name, own + number) for number, name in enumerate(["a", None, "a", "b"])]
 
     assert run_worlds(3, rank, engine=SHARED) == [[3.0, 6.0, 9.0, 12.0]] * 3
-    assert not [message for message in said if message[0] in ("ask", "go")]
+    assert not [message for message in said if isinstance(message, OperationRequest | Go)]
 
 
 @pytest.mark.usefixtures("patient")
@@ -93,12 +93,12 @@ def test_ranks_that_wait_for_none_of_the_others_agree_by_messages(said, monkeypa
         return all_reduced("x", 1.0)
 
     assert run_worlds(2, rank, engine=SHARED) == [2.0] * 2
-    assert [message[0] for message in said if message[0] in ("ask", "go")].count("go") == 2
+    assert [type(message) for message in said].count(Go) == 2
 
 
-def _until_asked(said: list[list[Any]], here: threading.Barrier) -> None:
+def _until_asked(said: list[object], here: threading.Barrier) -> None:
     with contextlib.suppress(threading.BrokenBarrierError):
-        while not any(message[:1] == ["ask"] for message in said):
+        while not any(isinstance(message, OperationRequest) for message in said):
             here.wait(60)
     here.abort()
 
@@ -177,7 +177,7 @@ def test_ranks_that_join_are_stood_in_for_and_votes_go_on_after(said):
         assert hvd.join() == 2
         before = len(said)
         hvd.barrier()
-        assert own or not [message for message in said[before:] if message[0] == "stand_in"]
+        assert own or not [message for message in said[before:] if isinstance(message, GoAsStandIn)]
         return sums
 
     assert run_worlds(3, rank, engine=SHARED) == [[3.0], [3.0, 2.0], [3.0, 2.0, 1.0]]
@@ -216,7 +216,7 @@ class TwoRanks:
             self.coordinator.add(rank, other_end)
         self.coordinator.open_board(self.boards[0])
 
-    def say(self, rank: int, message: list[Any]) -> None:
+    def say(self, rank: int, message: ToRank0) -> None:
         self.ends[rank][0].send(message)
         self.coordinator._serve()
 
@@ -246,8 +246,8 @@ def two_ranks() -> Iterator[TwoRanks]:
     ranks.close()
 
 
-def ask_of(ticket: int, name: str) -> list[Any]:
-    return ["ask", ticket, 0, "barrier", name, name, None, {}, None, None]
+def ask_of(ticket: int, name: str) -> OperationRequest:
+    return OperationRequest(ticket, 0, "barrier", name, name, None, {}, None, None)
 
 
 def test_a_round_in_which_both_voted_for_the_same_is_a_go(two_ranks):
@@ -256,15 +256,15 @@ def test_a_round_in_which_both_voted_for_the_same_is_a_go(two_ranks):
 
 def test_a_round_that_was_closed_stays_so_when_all_have_voted(two_ranks):
     number = two_ranks.vote()
-    two_ranks.say(1, ["close_round", number])
+    two_ranks.say(1, CloseRound(number))
     assert two_ranks.decide(number) == [False, False]
     assert two_ranks.boards[1].open_round == number + 1
 
 
 def test_a_round_is_closed_once_though_both_ranks_ask_for_it(two_ranks):
     number = two_ranks.vote()
-    two_ranks.say(1, ["close_round", number])
-    two_ranks.say(0, ["close_round", number])
+    two_ranks.say(1, CloseRound(number))
+    two_ranks.say(0, CloseRound(number))
     assert two_ranks.boards[1].open_round == number + 1
 
 
@@ -424,20 +424,20 @@ def test_in_any_order_of_turns_all_ranks_carry_out_the_same_in_one_order_and_non
         voter = Voter(
             board_of(rank, blocks, turns, lots),
             threading.Lock(),
-            close_round=lambda number: mailbox.send(["close_round", number]),
+            close_round=lambda number: mailbox.send(CloseRound(number)),
             decide_round=coordinator.decide_round if rank == 0 else None,
             is_over=lambda: False,
         )
         for calls in windows_of(rank, seed):
             asked = {next(numbers): call for call in calls}
-            asks = [["ask", ticket, 0, "barrier", call, call, None, {}, None, None] for ticket, call in asked.items()]
+            asks = [ask_of(ticket, call) for ticket, call in asked.items()]
             if voter.begin():
                 for ask in asks[1:]:
                     assert voter.hold(lambda ask=ask: mailbox.send(ask))
                 first = asks[0]
-                ask = Ask(first[1], 0, Kind("barrier"), first[4], first[5], tuple(range(size)), {}, None)
-                if voter.vote(json.dumps(first[3:]).encode(), ask):
-                    done[rank].append(asked.pop(first[1]))
+                ask = Ask(first.ticket, 0, Kind("barrier"), first.name, first.what, tuple(range(size)), {}, None)
+                if voter.vote(repr((first.kind, first.name)).encode(), ask):
+                    done[rank].append(asked.pop(first.ticket))
                 else:
                     mailbox.send(first)
                 voter.say_held()
@@ -446,8 +446,8 @@ def test_in_any_order_of_turns_all_ranks_carry_out_the_same_in_one_order_and_non
                     mailbox.send(ask)
             while asked:
                 turns.step()
-                goes = [message for message in mailbox.receive() if message[0] == "go"]
-                done[rank] += [asked.pop(ticket) for _, ticket, *_ in goes]
+                goes = [message for message in mailbox.receive() if isinstance(message, Go)]
+                done[rank] += [asked.pop(go.ticket) for go in goes]
 
     turns.run([lambda rank=rank: run(rank) for rank in range(size)], [serve])
     assert all(each == done[0] for each in done)

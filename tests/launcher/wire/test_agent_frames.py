@@ -215,7 +215,7 @@ WRONG = {
     "number": [-1, HUGE, "1", True],
     "facts": ["\0", "\ud800", 1],
     "newcomers": [None, -1, 4, HUGE, "1", True],
-    "waited_s": [None, -1.0, 1, "1"],
+    "waited_s": [None, -1.0, -1, True, "1"],
     "addresses": [None, ["host"]],
     "silent_s": [[], {"host": 1.0}, {"::1": "1"}],
     "after": [-1, HUGE, "1", True],

@@ -1,0 +1,398 @@
+"""
+The messages between the ranks and rank 0. The types of their fields say what is allowed in them.
+
+    rank ── TO_RANK_0 ──► Coordinator ── FROM_RANK_0 ──► rank
+
+`hvdlite_wire.codec` encodes and decodes them. What no type can say, such as whether there is a rank of this number,
+`incoming` checks. A connection that closes without a `Leaving` means that the rank has crashed or was killed; rank 0
+treats a malformed message in the same way. A collective is identified by its group's label and its number there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from hvdlite_wire.codec import Family
+
+from ..comm.step_clock import Phase, Reading
+from .call_sites import LONGEST
+from .stragglers import RankPace
+from .thread_labels import CallingThread
+
+_MOST_BLOCKED = 64
+
+
+def _not_too_many(blocked: Sequence[Any]) -> Sequence[Any]:
+    if len(blocked) > _MOST_BLOCKED:
+        raise ValueError(f"there are more than {_MOST_BLOCKED} of them")
+    return blocked
+
+
+def _of_a_clock(reading: Reading) -> Reading:
+    counts = (reading.set_id, reading.steps, reading.sat_out, reading.in_forward, reading.elsewhere)
+    if min(counts) < 0 or len(reading.seconds) != len(Phase):
+        raise ValueError("it is no reading of a step clock")
+    return reading
+
+
+def _not_too_long(line: str) -> str:
+    if len(line) > LONGEST:
+        raise ValueError(f"it has more than {LONGEST} characters")
+    return line
+
+
+# They are not frozen: making a frozen object takes longer, and each small call makes one.
+
+# ---------------------------------------------------------------- from a rank
+
+
+@dataclass(slots=True)
+class Here:
+    """The first message of a rank."""
+
+    pid: int
+
+
+@dataclass(slots=True)
+class OperationRequest:
+    """Requests an operation. ``ticket`` is the rank's own number for it; the other fields are those of `pending.Ask`.
+
+    ``members`` is None for all ranks. ``caller`` is None if the user named the operation.
+    """
+
+    ticket: int
+    set_id: int
+    kind: str
+    name: str | None
+    what: str
+    members: tuple[int, ...] | None
+    same: Mapping[str, Any]
+    own: Any
+    caller: CallingThread | None
+
+
+@dataclass(slots=True)
+class WaitsIn:
+    """All threads that call operations are blocked, one of them in this operation.
+
+    ``begun`` is how many collectives of each group this rank has begun, by the group's label.
+    """
+
+    ticket: int
+    begun: dict[str, int]
+
+
+@dataclass(slots=True)
+class LivingOptimizers:
+    """The optimizers that are alive on a rank, by their numbers, of one process set; see `Joins`."""
+
+    set_id: int
+    members: tuple[int, ...] | None
+    numbers: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class HasJoined:
+    average_of_active: bool
+    living: tuple[LivingOptimizers, ...]
+
+
+@dataclass(slots=True)
+class Pinned:
+    """Answers `Pin`: these optimizers are alive, and are kept until that join ends."""
+
+    join: int
+    set_id: int
+    numbers: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class WaitingThread:
+    """What a thread is blocked in, such as a bucket.
+
+    ``collective`` has its label, its number and its members, None for all ranks; it is None if that is not known.
+    """
+
+    what: str
+    waited_s: float
+    is_operation: bool
+    collective: tuple[str, int, tuple[int, ...] | None] | None
+
+
+@dataclass(slots=True)
+class Busy:
+    """What a rank's threads are blocked in. Sent when that changes."""
+
+    threads: Annotated[tuple[WaitingThread, ...], _not_too_many]
+    is_stuck: bool
+    begun: dict[str, int]
+
+
+@dataclass(slots=True)
+class StillWaiting:
+    """Sent about twice a second while a rank waits for something.
+
+    ``over_count`` is how many of the operations that rank 0 let begin have ended there.
+    """
+
+    over_count: int
+
+
+@dataclass(slots=True)
+class HasLostRank:
+    """An error here was caused by the end of another rank."""
+
+
+@dataclass(slots=True)
+class HasFailed:
+    """This operation has failed here."""
+
+    label: str
+    number: int
+    words: str
+
+
+@dataclass(slots=True)
+class ProgramLine:
+    """Answers `AskLine`: where the program is."""
+
+    line: Annotated[str, _not_too_long]
+
+
+@dataclass(slots=True)
+class CloseRound:
+    """Asks to close this round of votes (see `voting`), having waited long enough."""
+
+    number: int
+
+
+@dataclass(slots=True)
+class PaceReading:
+    """A reading of a rank's step clock."""
+
+    reading: Annotated[Reading, _of_a_clock]
+
+
+@dataclass(slots=True)
+class Leaving:
+    """The rank leaves in an orderly way, as by hvd.shutdown(), and not because a rank was lost."""
+
+
+ToRank0 = (
+    Here
+    | OperationRequest
+    | WaitsIn
+    | HasJoined
+    | Pinned
+    | Busy
+    | StillWaiting
+    | HasLostRank
+    | HasFailed
+    | ProgramLine
+    | CloseRound
+    | PaceReading
+    | Leaving
+)
+
+TO_RANK_0: Family[ToRank0] = Family(
+    {
+        "here": Here,
+        "ask": OperationRequest,
+        "wait": WaitsIn,
+        "join": HasJoined,
+        "pinned": Pinned,
+        "busy": Busy,
+        "alive": StillWaiting,
+        "lost": HasLostRank,
+        "failed": HasFailed,
+        "at": ProgramLine,
+        "close_round": CloseRound,
+        "pace": PaceReading,
+        "bye": Leaving,
+    }
+)
+
+# ---------------------------------------------------------------- from rank 0
+
+
+@dataclass(slots=True)
+class Welcome:
+    """The first message from rank 0. The limits of its `StallRules` are in seconds, None for never."""
+
+    pid: int
+    warn_after_s: float | None
+    end_after_s: float | None
+
+
+@dataclass(slots=True)
+class Go:
+    """Run this operation now, after all that were started before. ``owns`` and ``divisor`` are `Execution`'s."""
+
+    ticket: int
+    owns: list[Any]
+    divisor: int
+
+
+@dataclass(slots=True)
+class GoAsStandIn:
+    """`Go` for a rank that has joined and did not request the operation."""
+
+    set_id: int
+    owns: list[Any]
+    divisor: int
+    kind: str
+    what: str
+    same: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class No:
+    """The operation is refused; ``error`` is the name of a class of `errors`."""
+
+    ticket: int
+    error: str
+    words: str
+
+
+@dataclass(slots=True)
+class Pin:
+    """List and keep the optimizers alive in this set. Answered even while operations are running."""
+
+    join: int
+    set_id: int
+
+
+@dataclass(slots=True)
+class Unpin:
+    """Release the pinned optimizers: the join has failed."""
+
+
+@dataclass(slots=True)
+class SitOutSteps:
+    """To a rank that has joined: sit out the steps of these optimizers."""
+
+    set_id: int
+    numbers: list[int]
+
+
+@dataclass(slots=True)
+class AllJoined:
+    last_rank: int
+
+
+@dataclass(slots=True)
+class JoinFailed:
+    error: str
+    words: str
+
+
+@dataclass(slots=True)
+class RankLeft:
+    """This rank was the first to end, or has ended during an operation that connects it to the receiver.
+
+    ``ended_normally`` is False if it crashed.
+    """
+
+    rank: int
+    ended_normally: bool
+
+
+@dataclass(slots=True)
+class FailedOnRank:
+    """An operation has failed on that rank: the others do not wait for it there."""
+
+    rank: int
+    label: str
+    number: int
+    words: str
+
+
+@dataclass(slots=True)
+class MissingRanks:
+    """The first ranks that have not requested the receiver's operation, and how many there are."""
+
+    ticket: int
+    ranks: tuple[int, ...]
+    count: int
+
+
+@dataclass(slots=True)
+class StillHere:
+    """Answers `StillWaiting`, with what is missing for the receiver's oldest requests."""
+
+    missing: tuple[MissingRanks, ...]
+
+
+@dataclass(slots=True)
+class AskLine:
+    """Report where the program is: ranks wait for this one, or together with it."""
+
+
+@dataclass(slots=True)
+class Paces:
+    paces: tuple[RankPace, ...]
+
+
+@dataclass(slots=True)
+class EndProcess:
+    """End this process: it has waited too long."""
+
+    words: str
+
+
+@dataclass(slots=True)
+class Rank0HasLostRank:
+    """If rank 0 ends, it was not the first."""
+
+
+@dataclass(slots=True)
+class Over:
+    """Rank 0 ends normally. ``words`` name the first rank that ended; ``is_peer_loss``: by a crash."""
+
+    words: str
+    is_peer_loss: bool
+
+
+FromRank0 = (
+    Welcome
+    | Go
+    | GoAsStandIn
+    | No
+    | Pin
+    | Unpin
+    | SitOutSteps
+    | AllJoined
+    | JoinFailed
+    | RankLeft
+    | FailedOnRank
+    | StillHere
+    | AskLine
+    | Paces
+    | EndProcess
+    | Rank0HasLostRank
+    | Over
+)
+
+FROM_RANK_0: Family[FromRank0] = Family(
+    {
+        "welcome": Welcome,
+        "go": Go,
+        "stand_in": GoAsStandIn,
+        "no": No,
+        "pin": Pin,
+        "unpin": Unpin,
+        "sit_out": SitOutSteps,
+        "joined": AllJoined,
+        "not_joined": JoinFailed,
+        "left": RankLeft,
+        "failed": FailedOnRank,
+        "alive": StillHere,
+        "where": AskLine,
+        "paces": Paces,
+        "end": EndProcess,
+        "lost": Rank0HasLostRank,
+        "over": Over,
+    }
+)
