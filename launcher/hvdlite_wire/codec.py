@@ -90,7 +90,7 @@ class Family(Generic[Message]):
 
 
 @functools.cache
-def _reader_of(hint: Any) -> _Reader:  # noqa: PLR0911  # a case for each kind of type
+def _reader_of(hint: Any) -> _Reader:  # noqa: PLR0911, PLR0912  # a case for each kind of type
     """Returns the function that checks and converts what JSON gives for a value of this type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
