@@ -1,30 +1,28 @@
 """
-The `Engine` interface (a subset of c10d's ProcessGroup), and the factories that open engines on gloo and NCCL.
+`Engine`: what runs the collectives of a `group.Group` between its ranks; and the factories that open engines.
 
-An `EngineFactory` opens an `Engine`, whose operations return an `EngineWork` at once. `SingleRankEngine` serves a rank
-that has no others, and `ClosedEngine` a group that has been closed. `group.Group` calls the engines; the engine over
-process groups is in `torch_engine`, and the one over shared memory in `shm`.
+    Engine ─┬─ SingleRankEngine    of a rank that has no others
+            ├─ TorchEngine         over a process group of torch.distributed (`torch_engine`)
+            ├─ ShmEngine           in memory that the ranks of a host share (`shm`)
+            └─ DelegatingEngine    has other engines run them: by device, or within hosts and then between (`hierarchy`)
+
+The collectives have the names and arguments of c10d's ProcessGroup. Each returns an `EngineWork` at once.
 """
 
 from __future__ import annotations
 
-import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
+from torch._C._distributed_c10d import AllToAllOptions
 
-from ..errors import CommunicationError, PeerLostError, lack_of
-from .ending_store import EndingStore
+from ..errors import PeerLostError
 from .engine_state import EngineState
-from .gloo import ConnectingRanks, Connections, make_gloo, open_proven, wait_for_all
-from .torch_engine import TorchEngine
 
 
 class PeerGoneError(PeerLostError):
@@ -44,23 +42,42 @@ class EngineWork(Protocol):
     def get_future(self) -> torch.futures.Future[Any]: ...
 
 
-class Engine(Protocol):
-    """The part of `torch.distributed.ProcessGroup` that hvdlite uses."""
+class Engine(ABC):
+    """A communicator between some ranks. All of them call the same collectives in the same order."""
 
-    @property
-    def cannot_repeat(self) -> Mapping[str, str]:
-        """By type of device, the name of what carries its tensors and cannot reduce them again once it was revoked.
+    ways: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """By type of device, how its tensors are sent: one name, such as gloo, or two, within hosts and between them."""
 
-        Equal on all ranks. A step in which a rank is lost is discarded there, instead of finished by the others.
-        """
-        ...
+    cannot_repeat: Mapping[str, str] = MappingProxyType({})
+    """By type of device, the name of what carries its tensors and cannot reduce them again once it was revoked.
 
+    Equal on all ranks. A step in which a rank is lost is discarded there, instead of finished by the others.
+    """
+
+    reduces_in_one_pass: bool = False
+    """Whether the all-reduce of CPU tensors can average floats (AVG), and there is `allreduce_into`.
+
+    So the caller needs no copy of a tensor that has to stay unchanged, and no second pass to divide.
+    """
+
+    def __init__(self) -> None:
+        self._state = EngineState()
+
+    @abstractmethod
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork: ...
+
+    @abstractmethod
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork: ...
+
+    @abstractmethod
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork: ...
+
+    @abstractmethod
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
     ) -> EngineWork: ...
+
+    @abstractmethod
     def reduce_scatter_base(
         self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
     ) -> EngineWork:
@@ -69,7 +86,17 @@ class Engine(Protocol):
         ``input`` is flat, of shape ``(sum(counts),)``: one part for each rank, in rank order. ``counts`` are the parts'
         numbers of elements, and must be equal on all ranks.
         """
-        ...
+
+    @abstractmethod
+    def allgather_base(self, output: Tensor, input: Tensor, /) -> EngineWork:
+        """Gather all ranks' ``input``, of equal sizes, one after the other in ``output``."""
+
+    def allreduce_into(self, output: Tensor, input: Tensor, opts: dist.AllreduceOptions, /) -> EngineWork:
+        """Reduce all ranks' ``input`` into ``output``; both are contiguous, of the same dtype and number of elements.
+
+        It pairs with `allreduce` on other ranks. Only where the engine `reduces_in_one_pass`.
+        """
+        raise NotImplementedError
 
     def revoke(self, reason: str, /) -> None:
         """Make every wait, now and later, raise a LostError with this reason, and refuse new operations.
@@ -77,18 +104,20 @@ class Engine(Protocol):
         The first reason counts. It does not block, and any thread may call it. Over shared memory the other ranks get
         the same error; over gloo and NCCL they lose a connection.
         """
-        ...
+        self._state.revoke(reason)
 
     def quiesce(self, reason: str, /) -> None:
         """Refuse new operations with a RevokedError of this reason, and wait until those in progress have ended."""
-        ...
+        self._state.quiesce(reason)
 
-    def require_ended(self) -> None:
+    def require_ended(self) -> None:  # noqa: B027 - most block the thread anyway
         """Block this thread until the operations on GPUs have ended, or raise the error of one.
 
         Their own waits block the current stream alone.
         """
-        ...
+
+    def close(self) -> None:  # noqa: B027 - nothing to let go of without others
+        """Let go of the other ranks. It does not block. Nothing else of the engine is called after it."""
 
 
 @runtime_checkable
@@ -104,7 +133,7 @@ class KnowsWhoBegan(Protocol):
 class HasMemory(Protocol):
     """An engine that has memory of its own, in which it reduces tensors in place."""
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Returns a flat CPU tensor of zeros in the engine's memory, or None if that is full."""
         ...
 
@@ -113,31 +142,99 @@ class HasMemory(Protocol):
         ...
 
 
-@runtime_checkable
-class OnePassEngine(Protocol):
-    """An engine whose all-reduce of CPU tensors can average, and can write its result to another tensor.
+class SingleRankEngine(Engine):
+    """The engine of a rank that has no others: every collective is complete when it returns."""
 
-    So the caller needs no copy of a tensor that has to stay unchanged, and no second pass to divide. Its `allreduce`
-    also takes AVG of floats: the sum, divided by the number of ranks.
-    """
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
+        return self._done()
+
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
+        return self._done()
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
+        return self._done([(output[0], tensor) for output, tensor in zip(outputs, inputs, strict=True)])
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
+    ) -> EngineWork:
+        return self._done([(output, input)])
+
+    def reduce_scatter_base(
+        self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
+    ) -> EngineWork:
+        return self._done([(output, input)])
+
+    def allgather_base(self, output: Tensor, input: Tensor, /) -> EngineWork:
+        return self._done([(output, input)])
+
+    def _done(self, copies: Sequence[tuple[Tensor, Tensor]] = ()) -> EngineWork:
+        self._state.require_open()
+        for output, tensor in copies:
+            output.copy_(tensor)
+        return Done()
+
+
+class DelegatingEngine(Engine):
+    """Has other engines of the same ranks run the collectives: each the one of `engine_for` a tensor."""
+
+    def __init__(self, *parts: Engine) -> None:
+        """It takes over ``parts``: all engines that `engine_for` returns, or that are used otherwise."""
+        super().__init__()
+        self.parts = parts
+
+    def engine_for(self, tensor: Tensor) -> Engine:
+        """Returns the engine for collectives of this tensor; by default the first."""
+        return self.parts[0]
+
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
+        return self.engine_for(tensors[0]).allreduce(tensors, opts)
 
     def allreduce_into(self, output: Tensor, input: Tensor, opts: dist.AllreduceOptions, /) -> EngineWork:
-        """Reduce all ranks' ``input`` into ``output``; both are contiguous, of the same dtype and number of elements.
+        return self.engine_for(input).allreduce_into(output, input, opts)
 
-        It pairs with `Engine.allreduce` on other ranks.
-        """
-        ...
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
+        return self.engine_for(tensors[0]).broadcast(tensors, opts)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
+        return self.engine_for(inputs[0]).allgather(outputs, inputs)
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
+    ) -> EngineWork:
+        return self.engine_for(input).alltoall_base(output, input, output_counts, input_counts, opts)
+
+    def reduce_scatter_base(
+        self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
+    ) -> EngineWork:
+        return self.engine_for(input).reduce_scatter_base(output, input, counts, opts)
+
+    def allgather_base(self, output: Tensor, input: Tensor, /) -> EngineWork:
+        return self.engine_for(input).allgather_base(output, input)
+
+    def revoke(self, reason: str, /) -> None:
+        super().revoke(reason)
+        for part in self.parts:
+            part.revoke(reason)
+
+    def quiesce(self, reason: str, /) -> None:
+        super().quiesce(reason)
+        for part in self.parts:
+            part.quiesce(reason)
+
+    def require_ended(self) -> None:
+        for part in self.parts:
+            part.require_ended()
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
 
 
 class EngineFactory(Protocol):
     """Opens engines between a fixed set of ranks. Each engine is a separate communicator."""
 
     def open(self) -> Engine:
-        """Open a new engine. Every rank of the set must call it."""
-        ...
-
-    def close(self, engine: Engine, /) -> None:
-        """Close one of its engines. It does not block."""
+        """Open a new engine, which the caller closes. Every rank of the set must call it."""
         ...
 
     def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
@@ -148,107 +245,14 @@ class EngineFactory(Protocol):
         ...
 
 
-class SingleRankEngine:
-    """The engine of a rank that has no others: every collective is complete when it returns."""
-
-    cannot_repeat: Mapping[str, str] = MappingProxyType({})
-
-    def __init__(self) -> None:
-        self._state = EngineState()
-
-    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
-        self._state.require_open()
-        return Done()
-
-    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
-        self._state.require_open()
-        return Done()
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
-        self._state.require_open()
-        for output, tensor in zip(outputs, inputs, strict=True):
-            output[0].copy_(tensor)
-        return Done()
-
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
-    ) -> EngineWork:
-        self._state.require_open()
-        output.copy_(input)
-        return Done()
-
-    def reduce_scatter_base(
-        self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
-    ) -> EngineWork:
-        self._state.require_open()
-        output.copy_(input)
-        return Done()
-
-    def revoke(self, reason: str, /) -> None:
-        self._state.revoke(reason)
-
-    def quiesce(self, reason: str, /) -> None:
-        self._state.quiesce(reason)
-
-    def require_ended(self) -> None:
-        return
-
-
-class ClosedEngine:
-    """Replaces the engine of a closed group: every operation raises an error."""
-
-    cannot_repeat: Mapping[str, str] = MappingProxyType({})
-
-    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
-        raise self.error()
-
-    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
-        raise self.error()
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
-        raise self.error()
-
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
-    ) -> EngineWork:
-        raise self.error()
-
-    def reduce_scatter_base(
-        self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
-    ) -> EngineWork:
-        raise self.error()
-
-    def revoke(self, reason: str, /) -> None:
-        return
-
-    def quiesce(self, reason: str, /) -> None:
-        return
-
-    def require_ended(self) -> None:
-        raise self.error()
-
-    def error(self) -> RuntimeError:
-        """Returns the error that every operation raises."""
-        return RuntimeError(
-            "hvd.shutdown(), hvd.remove_process_set() or the optimizer's close() was called before: call hvd.init() "
-            "again after a shutdown, else make a new optimizer"
-        )
-
-
 class SingleRankFactory:
     """Opens engines for a rank that has no others."""
 
     def open(self) -> Engine:
         return SingleRankEngine()
 
-    def close(self, engine: Engine, /) -> None:
-        return
-
     def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
         return self
-
-
-_BACKEND_TYPES = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}
 
 
 class Done:
@@ -264,137 +268,3 @@ class Done:
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(None)
         return future
-
-
-def allow_collectives(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of the CPU collectives of ``group``; connecting, which is over, may have had a shorter one."""
-    group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
-
-
-class TorchEngineFactory:
-    """Opens engines between all ranks: first on the default process group if hvdlite made it, then on new groups."""
-
-    def __init__(
-        self, backend: str, ranks: ConnectingRanks, unused_default: tuple[dist.ProcessGroup, Connections] | None = None
-    ) -> None:
-        """``backend`` is ``gloo``, or a map such as ``cpu:gloo,cuda:nccl``; a RuntimeError for another backend in the
-        map.
-
-        ``unused_default`` is the default process group that hvdlite has made, with its connections.
-        """
-        self.backend = backend
-        self._unused_default = unused_default
-        self._further = SubsetEngineFactory(ranks, backend, range(ranks.size))
-
-    def open(self) -> Engine:
-        if self._unused_default is None:
-            return self._further.open()
-        (default, connections), self._unused_default = self._unused_default, None
-        return TorchEngine(default, has_nccl=_has_nccl(self.backend), cut=connections.cut)
-
-    def close(self, engine: Engine, /) -> None:
-        self._further.close(engine)
-
-    def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
-        return self._further.among(group_ranks, group_rank, token)
-
-
-class SubsetEngineFactory:
-    """Opens process groups between some of the ranks, or all, over a store of their own.
-
-    It does not use `dist.new_group`, which every rank of the job would have to call for each engine, in one order with
-    the program's own calls, since torch numbers groups by how many a rank has made. So the program may call
-    `dist.new_group` at any time, whatever other threads open here.
-    """
-
-    def __init__(self, ranks: ConnectingRanks, backend: str, global_ranks: Sequence[int]) -> None:
-        """``global_ranks`` are the ranks' numbers in the job, which NCCL's watchdog reports."""
-        self._ranks = ranks
-        self._backend = backend
-        self._backend_of = _backend_by_device(backend)
-        self._global_ranks = list(global_ranks)
-        self._opened = itertools.count()
-        self._open: list[tuple[TorchEngine, Connections]] = []
-        # As long as the groups, which refer to them.
-        self._stores: list[EndingStore] = []
-
-    def open(self) -> Engine:
-        label = f"channel{next(self._opened)}"
-        wait_for_all(self._ranks, label)
-        try:
-            group, connections = open_proven(
-                partial(self._make, label), lambda made: made.shutdown(), self._ranks, label
-            )
-        except CommunicationError:
-            raise
-        except (OSError, RuntimeError) as error:
-            # Torch's own, where a rank is lost while these connect.
-            why = lack_of(error) or (
-                f"one of them has ended or cannot be reached; look at their output for the cause ({error})"
-            )
-            own = self._ranks.names[self._ranks.rank]
-            raise CommunicationError(f"{own} could not connect to the other ranks: {why}") from error
-        engine = TorchEngine(group, has_nccl=self._backend_of["cuda"] == "nccl", cut=connections.cut)
-        self._open.append((engine, connections))
-        return engine
-
-    def _make(self, label: str, connections: Connections) -> dist.ProcessGroup:
-        store = PrefixStore(label, self._ranks.store)
-        group = dist.ProcessGroup(store, self._ranks.rank, self._ranks.size)
-        made: dict[str, Any] = {}
-        for device, name in self._backend_of.items():
-            if name not in made:
-                made[name] = self._make_backend(name, PrefixStore(device, store), connections)
-            group._register_backend(torch.device(device), _BACKEND_TYPES[name], made[name])
-        group._set_default_backend(_BACKEND_TYPES[self._backend_of["cpu"]])
-        return group
-
-    def close(self, engine: Engine, /) -> None:
-        _forget_works(engine)
-        for opened, connections in [each for each in list(self._open) if each[0] is engine]:
-            self._open.remove((opened, connections))
-            connections.shut_down()
-            opened.process_group.shutdown()
-
-    def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
-        if len(group_ranks) == 1:
-            return SingleRankFactory()
-        ranks = self._ranks.among(group_ranks, group_rank, token)
-        return SubsetEngineFactory(ranks, self._backend, [self._global_ranks[each] for each in group_ranks])
-
-    def _make_backend(self, name: str, store: Store, connections: Connections) -> Any:
-        rank, size, init_timeout = self._ranks.rank, self._ranks.size, self._ranks.init_timeout
-        if name == "gloo":
-            # Held until gloo has connected.
-            ending = EndingStore(store, init_timeout.left(), self._ranks.store_wait())
-            gloo = make_gloo(ending, rank, size, init_timeout.left(), connections)
-            gloo._set_default_timeout(init_timeout.timeout)
-            self._stores.append(ending)
-            return gloo
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = init_timeout.timeout
-        options.global_ranks_in_group = self._global_ranks
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-def _forget_works(engine: Engine) -> None:
-    if isinstance(engine, TorchEngine):
-        engine.forget()
-
-
-def _has_nccl(backend: str) -> bool:
-    return backend == "nccl" or "cuda:nccl" in backend.split(",")
-
-
-def _backend_by_device(backend: str) -> dict[str, str]:
-    """Returns the backend of CPU and of CUDA tensors, from ``gloo`` or from ``cpu:gloo,cuda:nccl``."""
-    if ":" not in backend:
-        return {"cpu": backend, "cuda": backend}
-    backend_of = dict(item.split(":") for item in backend.split(","))
-    unknown = sorted(set(backend_of.values()) - _BACKEND_TYPES.keys())
-    if unknown:
-        raise RuntimeError(
-            f"torch.distributed.init_process_group was called with the backend {unknown[0]}, and hvdlite supports only "
-            "gloo and nccl: choose one of these, or let hvd.init() call init_process_group"
-        )
-    return backend_of

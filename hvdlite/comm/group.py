@@ -10,12 +10,11 @@ knows which one is the whole job's.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,29 +30,18 @@ from ..errors import (
     describe_end,
     says_peer_lost,
 )
-from ..signing import TAG_BYTES, Signer, digest
+from ..signing import Signer, digest
 from ..values import shown, whole_number
 from .ends import Ends
-from .engine import (
-    ClosedEngine,
-    Done,
-    Engine,
-    EngineFactory,
-    EngineWork,
-    HasMemory,
-    OnePassEngine,
-    PeerGoneError,
-    SingleRankFactory,
-)
+from .engine import Done, Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError, SingleRankFactory
 from .engine_state import RevokedError
 from .flat_bytes import as_bytes, pieces_of
 from .reduce_op import OP_OF_ENGINE, Average, ReduceOp, Sum
+from .signed_call import HEADER_BYTES, SignedCall, tensor_of
 from .work import CollectiveWatch, Work
 
 MAX_JSON_BYTES = 64 << 20
 """The most bytes of JSON that one rank may give to `Group.all_gather_json`."""
-
-_LENGTH_BYTES = 8
 
 
 class Group:
@@ -87,7 +75,8 @@ class Group:
         self._signed_count = 0
         self._duplicate_count = 0
         self._engine_factory = engine_factory
-        self.engine: Engine = engine_factory.open()
+        # None once this rank has closed the group.
+        self._engine: Engine | None = engine_factory.open()
         # The open duplicates. Not weak references, which the garbage collector may clear at any time.
         self._duplicates: set[Group] = set()
         self._duplicate_of: Group | None = None
@@ -152,7 +141,7 @@ class Group:
 
     def change_engines(self, engine_factory: EngineFactory, engine: Engine) -> None:
         """Use ``engine`` (of the same ranks) from now on, and open further engines with ``engine_factory``."""
-        self._engine_factory, self.engine = engine_factory, engine
+        self._engine_factory, self._engine = engine_factory, engine
 
     def alone(self) -> Group:
         """Returns a group of this rank alone."""
@@ -169,9 +158,9 @@ class Group:
             duplicate.close()
         # If two threads close at once, one closes the engine, and the other waits for it.
         with self._closing:
-            engine, self.engine = self.engine, ClosedEngine()
-            if not isinstance(engine, ClosedEngine):
-                self._engine_factory.close(engine)
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
             del engine
         if self._duplicate_of is not None:
             self._duplicate_of._duplicates.discard(self)
@@ -182,7 +171,8 @@ class Group:
         The first reason counts. It does not block, and any thread may call it. `Engine.revoke` says what the other
         ranks see.
         """
-        self.engine.revoke(reason)
+        if (engine := self._engine) is not None:
+            engine.revoke(reason)
         for duplicate in list(self._duplicates):
             duplicate.revoke(reason)
 
@@ -192,7 +182,8 @@ class Group:
         New ones raise a RevokedError with ``reason``. Those in progress end once the other ranks have begun them, too,
         or once the group is revoked.
         """
-        self.engine.quiesce(reason)
+        if (engine := self._engine) is not None:
+            engine.quiesce(reason)
         for duplicate in list(self._duplicates):
             duplicate.quiesce(reason)
 
@@ -201,8 +192,9 @@ class Group:
 
         The same for the duplicates. It waits for no other rank unless these collectives do.
         """
+        engine = self._open_engine(what)
         try:
-            self.engine.require_ended()
+            engine.require_ended()
         except RuntimeError as error:
             raise self.error_of(what, error) from error
         for duplicate in list(self._duplicates):
@@ -216,17 +208,31 @@ class Group:
     @property
     def is_closed(self) -> bool:
         """Whether this rank has closed the group."""
-        return isinstance(self.engine, ClosedEngine)
+        return self._engine is None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the group. Raises a CommunicationError if the group is closed."""
+        return self._open_engine("a collective")
 
     def require_open(self, what: str) -> None:
         """Raise a CommunicationError if the group is closed, for code paths that call no collective."""
-        if isinstance(self.engine, ClosedEngine):
-            raise self.error_of(what, self.engine.error())
+        self._open_engine(what)
+
+    def _open_engine(self, what: str) -> Engine:
+        engine = self._engine
+        if engine is None:
+            raise CommunicationError(
+                f"{what} failed on {self.describe_rank(self.rank)}: hvd.shutdown(), hvd.remove_process_set() or the "
+                "optimizer's close() was called before: call hvd.init() again after a shutdown, else make a new "
+                "optimizer"
+            )
+        return engine
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns a flat tensor of zeros to be sent often, in the engine's memory if it has some. It does not block."""
-        if device.type == "cpu" and isinstance(self.engine, HasMemory):
-            memory = self.engine.empty(numel, dtype)
+        if device.type == "cpu" and isinstance(engine := self._engine, HasMemory):
+            memory = engine.zeros(numel, dtype)
             if memory is not None:
                 return memory
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -281,11 +287,21 @@ class Group:
 
         Every rank must call it, as if it were a collective. Messages call it ``what``.
         """
-        return self._begun(work, what, self._told_already)
 
-    def _told_already(self, what: str, error: BaseException) -> CommunicationError:
-        # An error of one of the other groups is complete.
-        return error if isinstance(error, CommunicationError) else self.error_of(what, error)
+        def error_of(what: str, error: BaseException) -> CommunicationError:
+            # An error of one of the other groups is complete.
+            return error if isinstance(error, CommunicationError) else self.error_of(what, error)
+
+        return self._begun(work, what, error_of)
+
+    def _launch(self, what: str, begin: Callable[[Engine], EngineWork]) -> Work:
+        """Has the engine ``begin`` a collective, and returns its work."""
+        engine = self._open_engine(what)
+        try:
+            work = begin(engine)
+        except RuntimeError as error:
+            raise self.error_of(what, error) from error
+        return self._begun(work, what)
 
     def _begun(
         self,
@@ -306,35 +322,22 @@ class Group:
         These are Sum, Min, Max and Product of integers (not int16) and floats, and Average of floats where the engine
         `reduces_in_one_pass`. `ops.reduction` builds the others.
         """
-        try:
-            work = self.engine.allreduce([tensor], _all_reduce_options(op))
-        except RuntimeError as error:
-            raise self.error_of(what, error) from error
-        return self._begun(work, what)
+        return self._launch(what, lambda engine: engine.allreduce([tensor], _all_reduce_options(op)))
 
     def all_reduce_into(self, output: Tensor, tensor: Tensor, what: str, op: ReduceOp = Sum) -> Work:
         """Like `all_reduce`, but leave ``tensor`` unchanged; only where the engine `reduces_in_one_pass`."""
-        engine = cast(OnePassEngine, self.engine)  # the caller has checked `reduces_in_one_pass`
-        try:
-            work = engine.allreduce_into(output, tensor, _all_reduce_options(op))
-        except RuntimeError as error:
-            raise self.error_of(what, error) from error
-        return self._begun(work, what)
+        return self._launch(what, lambda engine: engine.allreduce_into(output, tensor, _all_reduce_options(op)))
 
     def reduces_in_one_pass(self, tensor: Tensor) -> bool:
         """Whether the engine has `all_reduce_into` and Average of floats for such a tensor; equal on all ranks."""
-        return tensor.is_cpu and _is_one_pass(type(self.engine))
+        return tensor.is_cpu and self._engine is not None and self._engine.reduces_in_one_pass
 
     def broadcast(self, tensor: Tensor, root_rank: int, what: str) -> Work:
         """Overwrite a contiguous tensor of any dtype (sent as bytes) with the tensor of group rank ``root_rank``."""
         options = dist.BroadcastOptions()
         options.rootRank = root_rank
         options.rootTensor = 0
-        try:
-            work = self.engine.broadcast([as_bytes(tensor)], options)
-        except RuntimeError as error:
-            raise self.error_of(what, error) from error
-        return self._begun(work, what)
+        return self._launch(what, lambda engine: engine.broadcast([as_bytes(tensor)], options))
 
     def all_gather(self, tensor: Tensor, what: str, counts: Sequence[int] | None = None) -> list[Tensor]:
         """Returns the flat bytes of every rank's contiguous tensor, in rank order; the sizes may differ.
@@ -390,12 +393,9 @@ class Group:
         """
         if output is None:
             output = tensor.new_empty(sum(received_bytes))
-        options = AllToAllOptions()
-        try:
-            work = self.engine.alltoall_base(output, tensor, list(received_bytes), list(sent_bytes), options)
-        except RuntimeError as error:
-            raise self.error_of(what, error) from error
-        return pieces_of(output, received_bytes), self._begun(work, what)
+        into, received, sent = output, list(received_bytes), list(sent_bytes)
+        work = self._launch(what, lambda engine: engine.alltoall_base(into, tensor, received, sent, AllToAllOptions()))
+        return pieces_of(output, received_bytes), work
 
     def begin_swap(self, tensor: Tensor, what: str, output: Tensor) -> Work:
         """Begin to send a flat tensor of bytes to the other of two ranks, and to receive its own in ``output``.
@@ -414,11 +414,7 @@ class Group:
         """
         options = dist.ReduceScatterOptions()
         options.reduceOp = OP_OF_ENGINE[op]
-        try:
-            work = self.engine.reduce_scatter_base(output, tensor, list(counts), options)
-        except RuntimeError as error:
-            raise self.error_of(what, error) from error
-        return self._begun(work, what)
+        return self._launch(what, lambda engine: engine.reduce_scatter_base(output, tensor, list(counts), options))
 
     def all_gather_json(self, value: object, what: str) -> list[Any]:
         """Returns every rank's JSON value, in rank order; tuples arrive as lists.
@@ -434,72 +430,35 @@ class Group:
         A CommunicationError names a rank whose bytes are not signed with the job's key, or are more than
         ``at_most_bytes``. Memory is allocated for a length only after its signature is checked.
         """
-        self._signed_count += 1
-        header = self._sign_header(data, self.rank, what)
-        headers = self._all_gather_even(torch.frombuffer(bytearray(header), dtype=torch.uint8), what)
-        read = [self._read_header(bytes(each.tolist()), group_rank, what) for group_rank, each in enumerate(headers)]
+        call = self._signed_call(what)
+        headers = self._all_gather_even(call.header(data, self.rank), what)
+        read = [call.read_header(header, group_rank) for group_rank, header in enumerate(headers)]
         for group_rank, (length, _) in enumerate(read):
             if at_most_bytes is not None and length > at_most_bytes:
                 raise CommunicationError(
                     f"{what} failed on {self.describe_rank(self.rank)}: {self.describe_rank(group_rank)} sends "
                     f"{length} bytes, more than the limit of {at_most_bytes}"
                 )
-        mine = (
-            torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            if data
-            else torch.empty(0, dtype=torch.uint8, device="cpu")
-        )
-        parts = self.all_gather(mine, what, [length for length, _ in read])
-        digests = [its_digest for _, its_digest in read]
-        return [self._checked(parts[rank], digests[rank], rank, what) for rank in range(self.size)]
+        parts = self.all_gather(tensor_of(data), what, [length for length, _ in read])
+        return [call.checked(parts[rank], read[rank][1], rank) for rank in range(self.size)]
 
     def broadcast_signed(self, data: bytes | None, root: int, what: str) -> bytes:
         """Returns the bytes of rank ``root`` of this group, after checking that it sent them in this very call.
 
         The other ranks pass None.
         """
-        self._signed_count += 1
-        header_bytes = _LENGTH_BYTES + 2 * TAG_BYTES
-        header = torch.empty(header_bytes, dtype=torch.uint8, device="cpu")
-        wire = torch.empty(0, dtype=torch.uint8, device="cpu")
-        if data is not None:
-            header = torch.frombuffer(bytearray(self._sign_header(data, root, what)), dtype=torch.uint8)
-            wire = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else wire
+        call = self._signed_call(what)
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu") if data is None else call.header(data, root)
         self.broadcast(header, root, what).wait()
-        length, expected = self._read_header(bytes(header.tolist()), root, what)
-        if data is None:
-            wire = torch.empty(length, dtype=torch.uint8, device="cpu")
+        length, expected = call.read_header(header, root)
+        wire = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else tensor_of(data)
         if length:
             self.broadcast(wire, root, what).wait()
-        return self._checked(wire, expected, root, what)
+        return call.checked(wire, expected, root)
 
-    def _sign_header(self, data: bytes, group_rank: int, what: str) -> bytes:
-        """Returns the header sent before the data: length, digest, and a signature of both, the rank and the call."""
-        length, own_digest = len(data), digest(data)
-        tag = self.signer.sign(what, self._signed_count, group_rank, length, own_digest)
-        return length.to_bytes(_LENGTH_BYTES, "big") + own_digest + tag
-
-    def _read_header(self, header: bytes, group_rank: int, what: str) -> tuple[int, bytes]:
-        """Returns the length and digest in the header of rank ``group_rank``, after checking its signature."""
-        length = int.from_bytes(header[:_LENGTH_BYTES], "big")
-        its_digest, tag = header[_LENGTH_BYTES:-TAG_BYTES], header[-TAG_BYTES:]
-        if not self.signer.is_signed(tag, what, self._signed_count, group_rank, length, its_digest):
-            raise self._forged(group_rank, what)
-        return length, its_digest
-
-    def _checked(self, part: Tensor, expected: bytes, group_rank: int, what: str) -> bytes:
-        # Not with numpy, which torch does not require, nor with a Python int for each byte.
-        data = ctypes.string_at(part.data_ptr(), part.numel()) if part.numel() else b""
-        if digest(data) != expected:
-            raise self._forged(group_rank, what)
-        return data
-
-    def _forged(self, group_rank: int, what: str) -> CommunicationError:
-        return CommunicationError(
-            f"{what} failed on {self.describe_rank(self.rank)}: the data received from "
-            f"{self.describe_rank(group_rank)} are not signed with this job's key for this call: something on the "
-            "network between the two has changed or replaced them"
-        )
+    def _signed_call(self, what: str) -> SignedCall:
+        self._signed_count += 1
+        return SignedCall(self.signer, self._signed_count, what, self.rank, self.describe_rank)
 
     def agree(self, value: object, what: str) -> list[Any] | None:
         """Returns None if every rank passed an equal value, else all values in rank order.
@@ -519,17 +478,7 @@ class Group:
 
     def _begin_all_gather_even(self, tensor: Tensor, what: str) -> tuple[list[Tensor], Work]:
         outputs = [torch.empty_like(tensor) for _ in range(self.size)]
-        try:
-            work = self.engine.allgather([outputs], [tensor])
-        except RuntimeError as error:
-            raise self.error_of(what, error) from error
-        return outputs, self._begun(work, what)
-
-
-@functools.cache
-def _is_one_pass(kind: type[Engine]) -> bool:
-    # Cached: issubclass looks up each method by name, which takes longer than a small all-reduce.
-    return issubclass(kind, OnePassEngine)
+        return outputs, self._launch(what, lambda engine: engine.allgather([outputs], [tensor]))
 
 
 @functools.cache

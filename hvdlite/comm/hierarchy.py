@@ -23,10 +23,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllToAllOptions
 
-from .engine import Done, Engine, EngineWork, HasMemory, PeerGoneError
-from .engine_state import EngineState
+from .engine import DelegatingEngine, Done, Engine, EngineWork, HasMemory, PeerGoneError
 from .flat_bytes import pieces_of
 from .host_groups import HostGroups
 
@@ -39,13 +37,7 @@ _CLOSING_S = 1.0
 _MOST_KEPT_BYTES = 256 * 2**20
 
 
-class HostEngine(Engine, Protocol):
-    """An engine between the ranks of one host; it needs `_allgather_base`, which process groups have."""
-
-    def _allgather_base(self, output: Tensor, input: Tensor, /) -> EngineWork: ...
-
-
-class HierarchicalEngine:
+class HierarchicalEngine(DelegatingEngine):
     """Reduces large tensors in two levels, within hosts and between them; all else uses a flat engine.
 
     16-bit floats are rounded in each step.
@@ -54,9 +46,9 @@ class HierarchicalEngine:
     def __init__(
         self,
         flat: Engine,
-        scatter: HostEngine,
+        scatter: Engine,
         across: Engine,
-        gather: HostEngine,
+        gather: Engine,
         host_groups: HostGroups,
         devices: set[str],
     ) -> None:
@@ -66,23 +58,24 @@ class HierarchicalEngine:
         next. ``host_groups`` have ranks of the flat engine. ``devices`` are the device types that use two levels, such
         as ``cuda``.
         """
-        self.flat = flat
-        self.parts = (scatter, across, gather)
-        self._scatter, self._across, self._gather = self.parts
+        super().__init__(flat, scatter, across, gather)
+        self.flat, self._scatter, self._across, self._gather = flat, scatter, across, gather
         self._host_groups = host_groups
         self._local_size = len(host_groups.within)
-        self._state = EngineState()
+        self.cannot_repeat = flat.cannot_repeat
         self.devices = frozenset(devices)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._shards = _Shards()
         self._step_threads: _StepThreads | None = None
 
     @property
-    def cannot_repeat(self) -> Mapping[str, str]:
-        return self.flat.cannot_repeat
+    def ways(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]  # it depends on `devices`
+        within, across = self._scatter.ways, self._across.ways
+        levels = {device: within[device] + across[device] for device in self.devices & within.keys() & across.keys()}
+        return {**self.flat.ways, **levels}
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        return self._scatter.empty(numel, dtype) if isinstance(self._scatter, HasMemory) else None
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self._scatter.zeros(numel, dtype) if isinstance(self._scatter, HasMemory) else None
 
     def holds(self, tensor: Tensor) -> bool:
         return isinstance(self._scatter, HasMemory) and self._scatter.holds(tensor)
@@ -130,44 +123,29 @@ class HierarchicalEngine:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own is untyped
         return self._streams[device]
 
-    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
-        return self.flat.broadcast(tensors, opts)
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
-        return self.flat.allgather(outputs, inputs)
-
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
-    ) -> EngineWork:
-        return self.flat.alltoall_base(output, input, output_counts, input_counts, opts)
-
-    def revoke(self, reason: str, /) -> None:
-        self._state.revoke(reason)
-        for engine in (self.flat, *self.parts):
-            engine.revoke(reason)
-
     def quiesce(self, reason: str, /) -> None:
         self._state.quiesce(reason)
         if self._step_threads is not None:
             self._step_threads.wait_until_idle()
-        for engine in (self.flat, *self.parts):
-            engine.quiesce(reason)
-
-    def require_ended(self) -> None:
-        for engine in (self.flat, *self.parts):
-            engine.require_ended()
+        super().quiesce(reason)
 
     def close(self) -> None:
-        """Stop the threads that carry on the steps. The caller closes the engines."""
+        self.close_levels()
+        self.flat.close()
+
+    def close_levels(self) -> None:
+        """Close all engines but the flat one, after the threads that carry on the steps."""
         if self._step_threads is not None:
             self._step_threads.close()
             self._step_threads = None
+        for part in (self._scatter, self._across, self._gather):
+            part.close()
 
 
 class _Steps(Protocol):
     """The steps of one tensor's collective; each begins when the one before is over."""
 
-    def begin(self, scatter: HostEngine, /) -> None:
+    def begin(self, scatter: Engine, /) -> None:
         """Begin the first step, within the host."""
         ...
 
@@ -190,7 +168,7 @@ class _AllReduceSteps:
     def __init__(
         self,
         across: Engine,
-        gather: HostEngine,
+        gather: Engine,
         main: Tensor,
         local_size: int,
         rest: EngineWork | None,
@@ -207,7 +185,7 @@ class _AllReduceSteps:
         self._scattered: EngineWork | None = None
         self._crossing: EngineWork | None = None
 
-    def begin(self, scatter: HostEngine) -> None:
+    def begin(self, scatter: Engine) -> None:
         options = dist.ReduceScatterOptions()
         options.reduceOp = self._opts.reduceOp
         counts = [self._shard.numel()] * (self._main.numel() // self._shard.numel())
@@ -223,7 +201,7 @@ class _AllReduceSteps:
         self._crossing.wait()
         if self._rest is not None:
             self._rest.wait()
-        return self._gather._allgather_base(self._main, self._shard)
+        return self._gather.allgather_base(self._main, self._shard)
 
     def finish(self) -> None:
         self._shards.give_back(self._shard)
@@ -259,7 +237,7 @@ class _ReduceScatterSteps:
         self._scattered: EngineWork | None = None
         self._crossing: EngineWork | None = None
 
-    def begin(self, scatter: HostEngine) -> None:
+    def begin(self, scatter: Engine) -> None:
         self._scattered = scatter.reduce_scatter_base(self._shard, self._sent, self._counts_within, self._opts)
 
     def cross(self) -> None:
@@ -397,7 +375,7 @@ _QueuedSteps: TypeAlias = tuple[_Steps, "torch.futures.Future[None]"]
 class _NoSteps:
     """Steps that do nothing: they end once all steps queued before them have ended."""
 
-    def begin(self, scatter: HostEngine) -> None:
+    def begin(self, scatter: Engine) -> None:
         return
 
     def cross(self) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Hashable, Sequence
-from typing import cast
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from ..log import log
 from .engine import Engine, EngineFactory
 from .group import Group
-from .hierarchy import HierarchicalEngine, HostEngine
+from .hierarchy import HierarchicalEngine
 from .host_groups import HostGroups, host_groups_of
 
 _TRIAL_BYTES = (2**20, 16 * 2**20)
@@ -60,32 +59,17 @@ class HierarchicalEngineFactory:
     def around(self, flat: Engine) -> HierarchicalEngine:
         """Returns a two-level engine over a flat one, which it takes over. Every rank must call it."""
         with contextlib.ExitStack() as undo:
-            scatter, gather = (cast(HostEngine, self._open_of(self._within, undo)) for _ in range(2))
-            across = self._open_of(self._across, undo)
+            engines = []
+            for engine_factory in (self._within, self._within, self._across):
+                engines.append(engine_factory.open())
+                undo.callback(engines[-1].close)
             undo.pop_all()
+        scatter, gather, across = engines
         return HierarchicalEngine(flat, scatter, across, gather, self._host_groups, self._devices)
-
-    @staticmethod
-    def _open_of(engine_factory: EngineFactory, undo: contextlib.ExitStack) -> Engine:
-        engine = engine_factory.open()
-        undo.callback(engine_factory.close, engine)
-        return engine
 
     def restrict(self, engine: HierarchicalEngine, devices: set[str]) -> None:
         """Use two levels only for tensors on ``devices``, in this engine and in all that are opened later."""
         self._devices, engine.devices = devices, frozenset(devices)
-
-    def close(self, engine: Engine, /) -> None:
-        assert isinstance(engine, HierarchicalEngine), "it was opened here"
-        self.abandon(engine)
-        self._flat.close(engine.flat)
-
-    def abandon(self, engine: HierarchicalEngine) -> None:
-        """Close all parts but the flat engine."""
-        engine.close()
-        closes: list[Callable[[Engine], None]] = [self._within.close, self._across.close, self._within.close]
-        for close, part in zip(closes, engine.parts, strict=True):
-            close(part)
 
     def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
         return self._flat.among(group_ranks, group_rank, token)
@@ -127,12 +111,12 @@ def choose_levels(
             # Engines made from now on do not use two levels for GPU tensors either.
             levels.restrict(engine, devices)
     except BaseException:
-        levels.abandon(engine)
+        engine.close_levels()
         raise
     if engine.devices:
         group.change_engines(levels, engine)
     else:
-        levels.abandon(engine)
+        engine.close_levels()
 
 
 def fastest(engines: Sequence[Engine], group: Group, device: torch.device) -> int:

@@ -2,8 +2,8 @@
 `TorchEngine`: an engine over a process group of `torch.distributed`: gloo for CPU tensors, NCCL or gloo for GPUs.
 
 Each call checks that the engine is open, starts an operation of the process group, and returns a `TorchWork`, whose
-waits end if the engine is revoked. (Over gloo a reduce-scatter is an all-to-all and local sums.) `engine` makes these
-engines and opens their process groups, except the default one, which `runtime.connect_ranks` opens.
+waits end if the engine is revoked. Over gloo a reduce-scatter, and a small all-reduce of two ranks, is an all-to-all
+and local sums. `torch_factory` makes these engines.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
 from .deferred_close import keep_until
+from .engine import Engine
 from .engine_state import EngineState
 from .flat_bytes import pieces_of
 
@@ -51,19 +52,31 @@ _COMBINE: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-class TorchEngine:
+class TorchEngine(Engine):
     """Runs collectives on one process group, and can end its waits and operations early."""
 
-    def __init__(self, process_group: Any, *, has_nccl: bool = False, cut: Callable[[], None] = lambda: None) -> None:
-        """``has_nccl``: GPU tensors use NCCL, and not gloo. ``cut`` shuts down gloo's connections."""
+    def __init__(
+        self,
+        process_group: Any,
+        *,
+        has_nccl: bool = False,
+        cut: Callable[[], None] = lambda: None,
+        shut_down: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``has_nccl``: GPU tensors use NCCL, and not gloo. ``cut`` shuts down gloo's connections.
+
+        ``shut_down`` ends the process group, when the engine is closed.
+        """
+        super().__init__()
         self.process_group = process_group
         self._has_nccl = has_nccl
         self._cut = cut
-        self._state = EngineState()
+        self._shut_down = shut_down
         self._pending: set[TorchWork] = set()
         # By device, the last operation on a GPU. Those before it end before it does.
         self._last_on_gpu: dict[torch.device, TorchWork] = {}
         self.cannot_repeat = {"cuda": "NCCL" if has_nccl else "gloo on GPUs"}
+        self.ways = {"cpu": ("gloo",), "cuda": ("nccl" if has_nccl else "gloo",)}
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> TorchWork | _CombinedHere:
         self._state.require_open()
@@ -104,7 +117,7 @@ class TorchEngine:
         self._state.require_open()
         return self._begun(self.process_group.alltoall_base(output, input, output_counts, input_counts, opts), input)
 
-    def _allgather_base(self, output: Tensor, input: Tensor, /) -> TorchWork:
+    def allgather_base(self, output: Tensor, input: Tensor, /) -> TorchWork:
         self._state.require_open()
         return self._begun(self.process_group._allgather_base(self._written(output), input), input)
 
@@ -152,8 +165,8 @@ class TorchEngine:
             work.require_ended()
         self._state.require_not_revoked()
 
-    def forget(self) -> None:
-        """End the works in progress, and drop them, since they would keep the process group alive.
+    def close(self) -> None:
+        """Shut the process group down. Works in progress are ended and dropped, since they would keep it alive.
 
         The process group outlives the engine until they have ended, since its destructor would wait for them.
         """
@@ -164,6 +177,7 @@ class TorchEngine:
         if left:
             self._cut()
             keep_until(lambda: all(work.has_ended for work in left), self.process_group)
+        self._shut_down()
 
     def _begun(self, work: Any, tensor: Tensor) -> TorchWork:
         made = TorchWork(work, tensor, self._state, self._pending)

@@ -26,9 +26,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from .. import forks
 from ..comm.connecting import Connecting
-from ..comm.engine import TorchEngineFactory, allow_collectives
 from ..comm.gloo import Connections, open_proven
 from ..comm.keepalive import Keepalive
+from ..comm.torch_factory import TorchEngineFactory, allow_collectives
 from ..errors import CommunicationError, LaunchEnvironmentError, MismatchError
 from ..rendezvous.given_place import StoreConnection
 from ..rendezvous.host_address import no_connection_between

@@ -23,7 +23,7 @@ from hvdlite_wire.assignments import RankAssignment
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..comm.connecting import Connecting, own_addresses
-from ..comm.engine import EngineFactory, TorchEngineFactory
+from ..comm.engine import EngineFactory
 from ..comm.gloo import ConnectingRanks, InitTimeout
 from ..comm.group import Group
 from ..comm.hierarchy_selection import choose_levels
@@ -186,8 +186,7 @@ def make_world(
         survive=survives,
     )
     if placement.rank == 0:
-        backend = engine_factory.backend if isinstance(engine_factory, TorchEngineFactory) else ""
-        log_startup(group.engine, nodes, backend, replace(environment, hierarchical=hierarchical))
+        log_startup(group.engine, nodes, replace(environment, hierarchical=hierarchical))
     controller = make_controller(group, generation, nodes, environment, connecting.init_timeout)
     undo.callback(controller.close)
     # Rank 0 writes the file, so its variable counts.

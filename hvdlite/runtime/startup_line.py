@@ -17,25 +17,22 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from ..comm.engine import Engine
-from ..comm.hierarchy import HierarchicalEngine
 from ..environment import Environment
 from ..log import log
-from ..shm.shm_engine import ShmEngine
-from ..shm.shm_factory import DeviceEngine
 
 
-def log_startup(engine: Engine, nodes: Sequence[Hashable], backend: str, environment: Environment) -> None:
+def log_startup(engine: Engine, nodes: Sequence[Hashable], environment: Environment) -> None:
     """Logs the line. With HVDLITE_VERBOSE, also prints it to stderr unless the log shows it there.
 
-    ``nodes`` has a value for each rank, equal for ranks of one host. ``backend`` is torch.distributed's backend string.
+    ``nodes`` has a value for each rank, equal for ranks of one host.
     """
-    line = describe_start(engine, nodes, backend, environment)
+    line = describe_start(engine, nodes, environment)
     log.info("%s", line)
     if environment.verbose and (environment.log_level is None or environment.log_level > logging.INFO):
         print(f"hvdlite: {line}", file=sys.stderr, flush=True)
 
 
-def describe_start(engine: Engine, nodes: Sequence[Hashable], backend: str, environment: Environment) -> str:
+def describe_start(engine: Engine, nodes: Sequence[Hashable], environment: Environment) -> str:
     counts = list(Counter(nodes).values())
     parts = [f"{_counted(len(nodes), 'rank')} on {_counted(len(counts), 'host')}"]
     if len(counts) > 1:
@@ -43,7 +40,7 @@ def describe_start(engine: Engine, nodes: Sequence[Hashable], backend: str, envi
     if len(nodes) > 1:
         parts.append(f"CPU tensors: {_way_of_cpu(engine, counts, environment)}")
         if torch.cuda.is_available():
-            parts.append(f"CUDA tensors: {_way_of_cuda(engine, backend)}")
+            parts.append(f"CUDA tensors: {_way_of_cuda(engine)}")
     parts.append(f"OMP threads {torch.get_num_threads()}")
     if len(nodes) > 1:
         parts.append(f"check {'on' if environment.check else 'off'}")
@@ -57,11 +54,11 @@ def _counted(count: int, what: str) -> str:
 def _way_of_cpu(engine: Engine, counts: Sequence[int], environment: Environment) -> str:
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     gloo = f"gloo ({interface})" if interface else "gloo"
-    if isinstance(engine, ShmEngine | DeviceEngine):
-        return "shared memory"
-    if isinstance(engine, HierarchicalEngine) and "cpu" in engine.devices:
-        shares = isinstance(engine.parts[0], ShmEngine | DeviceEngine)
-        return f"{'shared memory' if shares else gloo} within hosts, {gloo} between"
+    first, *between = (gloo if each == "gloo" else each for each in engine.ways["cpu"])
+    if between:
+        return f"{first} within hosts, {between[0]} between"
+    if first != gloo:
+        return first
     if max(counts) == 1:
         return gloo
     if not environment.shm:
@@ -75,14 +72,10 @@ def _way_of_cpu(engine: Engine, counts: Sequence[int], environment: Environment)
     return f"{gloo}, not shared memory: {why}"
 
 
-def _way_of_cuda(engine: Engine, backend: str) -> str:
-    name = next((each.partition(":")[2] for each in backend.split(",") if each.startswith("cuda:")), backend)
-    levels = ", within hosts and then between" if _has_levels(engine) else ""
+def _way_of_cuda(engine: Engine) -> str:
+    *_, name = ways = engine.ways["cuda"]
+    levels = ", within hosts and then between" if len(ways) > 1 else ""
     if name != "nccl":
         return name + levels
     version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch has no types for it
     return f"NCCL {'.'.join(map(str, version[:3]))}{levels}"
-
-
-def _has_levels(engine: Engine) -> bool:
-    return isinstance(engine, HierarchicalEngine) and "cuda" in engine.devices

@@ -85,7 +85,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, see 
         return self._engine.allgather(outputs, inputs)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> ShmWork:
-        return self._engine._allgather_base(output, input)
+        return self._engine.allgather_base(output, input)
 
     # Newer versions of torch call these names without an underscore.
     all_gather_single = _allgather_base

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
 from .. import forks
+from ..comm.engine import Engine
 from ..comm.engine_state import EngineState, LostError
 from ..comm.flat_bytes import as_bytes, pieces_of
 from ..log import log
@@ -39,7 +40,7 @@ _DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
 _UINT8 = _DTYPE[torch.uint8]
 
 
-class ShmEngine:
+class ShmEngine(Engine):
     """Runs collectives in shared memory. Each returns at once; the program must not touch its tensors until it is done.
 
     All ranks must call the same ones in the same order, from one thread at a time; else every rank raises a
@@ -47,9 +48,13 @@ class ShmEngine:
     ranks and in every run.
     """
 
-    cannot_repeat: Mapping[str, str] = MappingProxyType({})
+    ways = MappingProxyType({"cpu": ("shared memory",)})
+    reduces_in_one_pass = True
 
-    def __init__(self, context: EngineContext, name: str) -> None:
+    def __init__(
+        self, context: EngineContext, name: str, when_closed: Callable[[ShmEngine], None] = lambda _: None
+    ) -> None:
+        super().__init__()
         self._context = context
         self.rank = context.peers.rank
         self.size = context.peers.size
@@ -57,7 +62,7 @@ class ShmEngine:
         self._queue = Queue(context.peers, name)
         self._numbers = itertools.count(1)
         self._calling = threading.Lock()
-        self._state = EngineState()
+        self._when_closed = when_closed
         self._blocks = Blocks(context)
         self._arithmetics: dict[tuple[object, torch.dtype, float | None], Arithmetic] = {}
         # Whether this is a forked child's copy: only the parent's takes part.
@@ -71,7 +76,7 @@ class ShmEngine:
         self._state.quiesce(why)
         self._queue.leave_to_parent(RuntimeError(why))
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Returns a flat tensor of zeros that is reduced in place, for data reduced often; None if there is no memory.
 
         The first time that memory is missing on this rank it logs a warning.
@@ -137,7 +142,7 @@ class ShmEngine:
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: dist.ReduceScatterOptions, /) -> ShmWork:
         return self.reduce_scatter(output, _even(input, self.size), opts.reduceOp, _checked(input, "reduce-scatter"))
 
-    def _allgather_base(self, output: Tensor, input: Tensor, /) -> ShmWork:
+    def allgather_base(self, output: Tensor, input: Tensor, /) -> ShmWork:
         return self.allgather([_even(output, self.size)], [input])
 
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: Any, whole: Tensor | None = None) -> ShmWork:
@@ -223,17 +228,14 @@ class ShmEngine:
             self._state.quiesce(reason)
         self._queue.drain()
 
-    def require_ended(self) -> None:
-        return
-
     def close(self) -> None:
         """Leave the other ranks. It does not block."""
-        if self._is_copy:
-            return
-        self._queue.close()
-        peers = self._context.peers
-        peers.leave(LEFT)
-        peers.close()
+        if not self._is_copy:
+            self._queue.close()
+            peers = self._context.peers
+            peers.leave(LEFT)
+            peers.close()
+        self._when_closed(self)
 
     def wait_until_quiet(self) -> None:
         """Wait until no thread of this process writes to other ranks' memory any more. Call it after `close`."""

@@ -8,17 +8,14 @@ Opens engines between the ranks of one host: shared memory for CPU tensors, torc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllToAllOptions, PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 
-from ..comm.engine import Engine, EngineFactory, EngineWork, SingleRankFactory
+from ..comm.engine import DelegatingEngine, Engine, EngineFactory, SingleRankFactory
 from ..comm.gloo import ConnectingRanks
-from ..comm.hierarchy import HostEngine
 from ..log import log
 from .board import Board
 from .kept_memory import KeptMemory
@@ -27,68 +24,30 @@ from .setup import exchange_control_blocks, open_segment
 from .shm_engine import ShmEngine
 
 
-class DeviceEngine:
+class DeviceEngine(DelegatingEngine):
     """Runs CPU tensors on one engine, and all others on another."""
 
-    def __init__(self, cpu: ShmEngine, other: Engine) -> None:
-        self.cpu = cpu
-        self.other = other
+    reduces_in_one_pass = True
 
-    @property
-    def cannot_repeat(self) -> Mapping[str, str]:
-        return {**self.other.cannot_repeat, **self.cpu.cannot_repeat}
+    def __init__(self, cpu: ShmEngine, other: Engine) -> None:
+        super().__init__(cpu, other)
+        self._cpu = cpu
+        self._other = other
+        self.ways = {**other.ways, **cpu.ways}
+        self.cannot_repeat = {**other.cannot_repeat, **cpu.cannot_repeat}
+
+    def engine_for(self, tensor: Tensor) -> Engine:
+        return self._cpu if tensor.is_cpu else self._other
 
     @property
     def board(self) -> Board:
-        return self.cpu.board
+        return self._cpu.board
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        return self.cpu.empty(numel, dtype)
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self._cpu.zeros(numel, dtype)
 
     def holds(self, tensor: Tensor) -> bool:
-        return self.cpu.holds(tensor)
-
-    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
-        return self._of(tensors[0]).allreduce(tensors, opts)
-
-    def allreduce_into(self, output: Tensor, input: Tensor, opts: dist.AllreduceOptions, /) -> EngineWork:
-        return self.cpu.allreduce_into(output, input, opts)
-
-    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
-        return self._of(tensors[0]).broadcast(tensors, opts)
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
-        return self._of(inputs[0]).allgather(outputs, inputs)
-
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
-    ) -> EngineWork:
-        return self._of(input).alltoall_base(output, input, output_counts, input_counts, opts)
-
-    def reduce_scatter_base(
-        self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
-    ) -> EngineWork:
-        return self._of(input).reduce_scatter_base(output, input, counts, opts)
-
-    def revoke(self, reason: str, /) -> None:
-        self.cpu.revoke(reason)
-        self.other.revoke(reason)
-
-    def quiesce(self, reason: str, /) -> None:
-        self.cpu.quiesce(reason)
-        self.other.quiesce(reason)
-
-    def require_ended(self) -> None:
-        self.other.require_ended()
-
-    def _allgather_base(self, output: Tensor, input: Tensor, /) -> EngineWork:
-        return self._host_engine_of(input)._allgather_base(output, input)
-
-    def _of(self, tensor: Tensor) -> Engine:
-        return self.cpu if tensor.device.type == "cpu" else self.other
-
-    def _host_engine_of(self, tensor: Tensor) -> HostEngine:
-        return self.cpu if tensor.device.type == "cpu" else cast("HostEngine", self.other)
+        return self._cpu.holds(tensor)
 
 
 class ShmEngineFactory:
@@ -128,27 +87,17 @@ class ShmEngineFactory:
         except BaseException:
             self._close_unused()
             raise
-        engine = ShmEngine(context, "hvdlite shm")
+        engine = ShmEngine(context, "hvdlite shm", self._closed)
         self._engines.add(engine)
         if not self._for_gpus:
             return engine
         try:
             return DeviceEngine(engine, self._torchs.open())
         except BaseException:
-            self._close_shm(engine)
+            engine.close()
             raise
 
-    def close(self, engine: Engine, /) -> None:
-        if isinstance(engine, DeviceEngine):
-            self._close_shm(engine.cpu)
-            self._torchs.close(engine.other)
-        elif isinstance(engine, ShmEngine):
-            self._close_shm(engine)
-        else:
-            self._torchs.close(engine)
-
-    def _close_shm(self, engine: ShmEngine) -> None:
-        engine.close()
+    def _closed(self, engine: ShmEngine) -> None:
         if self._kept is not None:
             self._kept.add_closed(engine.wait_until_quiet)
         self._engines.discard(engine)

@@ -15,8 +15,8 @@ from ranks import attempt_threads
 
 from hvdlite.comm.connecting import Connecting
 from hvdlite.comm.ends import Ends
-from hvdlite.comm.engine import SubsetEngineFactory
 from hvdlite.comm.gloo import ConnectingRanks, InitTimeout
+from hvdlite.comm.torch_factory import SubsetEngineFactory
 from hvdlite.errors import CommunicationError, MismatchError, PeerLostError
 from hvdlite.shm.shm_factory import ShmEngineFactory
 from hvdlite.signing import Signer
@@ -57,12 +57,12 @@ def fail(*_: object, **__: object) -> Any:
 
 @pytest.mark.parametrize("failing", ["before", "wait_for_all", "_make_device", "_prove", "_make_own", "_make_context"])
 def test_what_a_rank_fails_with_while_it_opens_its_part_ends_the_waits_of_all(failing, monkeypatch):
-    from hvdlite.comm import engine, gloo  # noqa: PLC0415  # patched here alone
+    from hvdlite.comm import gloo, torch_factory  # noqa: PLC0415  # patched here alone
     from hvdlite.shm import setup  # noqa: PLC0415
 
     of_ranks = factories(3)
     kind = "shared memory" if failing in ("_make_own", "_make_context") else "gloo"
-    for module in (engine, gloo, setup):
+    for module in (torch_factory, gloo, setup):
         original = getattr(module, failing, None)
         if original is not None:
             monkeypatch.setattr(module, failing, _on_rank_1(original))
@@ -116,7 +116,7 @@ def test_the_end_of_a_rank_that_is_not_among_them_leaves_the_others_alone():
             return None
         factory = of_ranks[rank][1]("gloo").among([0, 2], [0, None, 1][rank], "some")
         engine = factory.open()
-        factory.close(engine)
+        engine.close()
         return "opened"
 
     assert attempt_threads(3, run) == ["opened", None, "opened"]

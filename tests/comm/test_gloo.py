@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from ranks import attempt_threads
 
-from hvdlite.comm import engine, gloo, torch_engine
-from hvdlite.comm.engine import SubsetEngineFactory
+from hvdlite.comm import gloo, torch_engine, torch_factory
 from hvdlite.comm.engine_state import RevokedError
 from hvdlite.comm.gloo import ConnectingRanks, Connections, InitTimeout, make_gloo, open_proven, wait_for_all
 from hvdlite.comm.torch_engine import TorchWork
+from hvdlite.comm.torch_factory import SubsetEngineFactory
 from hvdlite.errors import CommunicationError
 from hvdlite.signing import Signer
 
@@ -383,7 +383,7 @@ else:
     except RuntimeError as error:
         print(error)
     is_blocked = not work.has_ended
-    engine.forget()
+    engine.close()
     del group, engine
     print("ended, blocked:", is_blocked, file=sys.stderr)
     store.set("over", "")
@@ -422,7 +422,7 @@ def test_a_revoked_engine_is_quiet_at_once_though_gloo_has_stopped_reading_a_con
             assert given_up.wait(60)
             group.send([torch.ones(1000)], 0, 7).wait()
             sent.set()
-        factory.close(engine)
+        engine.close()
         return is_quiet
 
     assert attempt_threads(2, run) == [True, False]
@@ -543,7 +543,7 @@ def test_a_rank_that_is_lost_while_gloo_connects_is_a_communication_error(monkey
         # Its store does so once a rank is lost; a connection that ends raises a RuntimeError, too.
         raise dist.DistStoreError("get of 0/1: rank 1 was killed by SIGKILL")
 
-    monkeypatch.setattr(engine, "make_gloo", make)
+    monkeypatch.setattr(torch_factory, "make_gloo", make)
     factory = SubsetEngineFactory(ranks_of(dist.HashStore(), 0, 1), "gloo", range(1))
     with pytest.raises(
         CommunicationError, match=r"^rank 0 \(node0\) could not connect .* rank 1 was killed by SIGKILL"

@@ -77,7 +77,7 @@ def test_an_all_reduce_of_two_levels_is_a_flat_one(monkeypatch, nodes):
             assert torch.equal(tensor, expected)
             assert end.wait(60)
             assert work.is_completed()
-        engine_factory.close(engine)
+        engine.close()
 
     run_ranks(len(nodes), rank)
 

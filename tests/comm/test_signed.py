@@ -72,13 +72,16 @@ def test_what_was_signed_for_an_earlier_call_does_not_count():
     recorded = {}
 
     def run(group):
-        sign = group._sign_header
+        signed_call = group._signed_call
 
-        def replaying(data, place, what):
-            return recorded.setdefault(group.rank, sign(data, place, what))
+        def replaying(what):
+            call = signed_call(what)
+            header = call.header
+            call.header = lambda data, rank: recorded.setdefault(group.rank, header(data, rank))
+            return call
 
         if group.rank == 1:
-            group._sign_header = replaying
+            group._signed_call = replaying
         return [group.all_gather_signed(b"same", "test") for _ in range(2)]
 
     outcome, _ = attempt_ranks(2, run)

@@ -191,7 +191,7 @@ def test_so_it_is_within_hosts_and_between_them(monkeypatch):
             flat = value.clone()
             Reduction(hvd.Average).all_reduce(levels, flat, [1001], 6, "an average")
             assert same_bits(flat, value)
-        engine_factory.close(engine)
+        engine.close()
 
     run_ranks(6, rank)
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from gpu.test_cuda import RANKS, SHARING, run
 
-from hvdlite.comm.engine import SubsetEngineFactory
 from hvdlite.comm.gloo import ConnectingRanks, InitTimeout
+from hvdlite.comm.torch_factory import SubsetEngineFactory
 from hvdlite.signing import Signer
 
 pytestmark = [
@@ -32,7 +32,7 @@ def test_a_sets_engine_factory_carry_cpu_and_cuda_tensors():
             engine.allreduce([tensor], dist.AllreduceOptions()).wait()
             assert tensor.tolist() == [1, 1, 1]
     for engine in engines:
-        engine_factory.close(engine)
+        engine.close()
 
 
 @pytest.mark.parametrize("share", SHARING)

@@ -13,11 +13,12 @@ from ranks import set_of
 from torch import Tensor, nn
 
 import hvdlite as hvd
-from hvdlite.comm.engine import EngineFactory, SingleRankFactory, SubsetEngineFactory
+from hvdlite.comm.engine import EngineFactory, SingleRankFactory
 from hvdlite.comm.gloo import ConnectingRanks, InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.comm.hierarchy_selection import HierarchicalEngineFactory
 from hvdlite.comm.host_groups import HostGroups
+from hvdlite.comm.torch_factory import SubsetEngineFactory
 from hvdlite.signing import Signer
 
 pytestmark = [

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hvdlite.comm.engine import DelegatingEngine
 from hvdlite.comm.gloo import InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.comm.torch_engine import TorchEngine
@@ -37,11 +38,6 @@ class ThreadEngineFactory:
         group.allreduce([torch.zeros(1)]).wait()
         return self._wrap(TorchEngine(group))
 
-    def close(self, engine: Any, /) -> None:
-        # An operation that not all ranks have begun is left to a thread: gloo's destructor would wait for its timeout.
-        if isinstance(engine, TorchEngine):
-            engine.forget()
-
     def among(self, places: Sequence[int], place: int, token: str, /) -> ThreadEngineFactory:
         return ThreadEngineFactory(dist.PrefixStore(token, self._store), place, len(places), self._wrap)
 
@@ -56,9 +52,6 @@ class SharedEngineFactory(ThreadEngineFactory):
             store, self._rank, self._size, open_segment(), InitTimeout(TIMEOUT), Signer(b"test")
         )
         return self._wrap(ShmEngine(context, "test"))
-
-    def close(self, engine: Any, /) -> None:
-        engine.close()
 
     def among(self, places: Sequence[int], place: int, token: str, /) -> SharedEngineFactory:
         return SharedEngineFactory(dist.PrefixStore(token, self._store), place, len(places), self._wrap)
@@ -151,38 +144,32 @@ def attempt_threads(size: int, function: Callable[[int], Any]) -> list[Any]:
     return outcomes
 
 
-class CountingEngine:
+class CountingEngine(DelegatingEngine):
     """Wraps an engine and notes every collective as (operation, elements), in one list per rank."""
 
     def __init__(self, engine: Any, calls: list[tuple[str, int]]) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self.calls = calls
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         self.calls.append(("allreduce", tensors[0].numel()))
-        return self._engine.allreduce(tensors, opts)
+        return super().allreduce(tensors, opts)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         self.calls.append(("broadcast", tensors[0].numel()))
-        return self._engine.broadcast(tensors, opts)
+        return super().broadcast(tensors, opts)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Any:
         self.calls.append(("allgather", inputs[0].numel()))
-        return self._engine.allgather(outputs, inputs)
+        return super().allgather(outputs, inputs)
 
     def alltoall_base(self, output: torch.Tensor, tensor: torch.Tensor, *counts_and_options: Any) -> Any:
         self.calls.append(("alltoall", tensor.numel()))
-        return self._engine.alltoall_base(output, tensor, *counts_and_options)
+        return super().alltoall_base(output, tensor, *counts_and_options)
 
     def reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, *counts_and_options: Any) -> Any:
         self.calls.append(("reduce_scatter", tensor.numel()))
-        return self._engine.reduce_scatter_base(output, tensor, *counts_and_options)
-
-    def revoke(self, reason: str) -> None:
-        self._engine.revoke(reason)
-
-    def quiesce(self, reason: str) -> None:
-        self._engine.quiesce(reason)
+        return super().reduce_scatter_base(output, tensor, *counts_and_options)
 
 
 def counting() -> Callable[[Any], Any]:

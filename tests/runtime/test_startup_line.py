@@ -17,12 +17,21 @@ from hvdlite.runtime.startup_line import describe_start, log_startup
 from hvdlite.shm.shm_engine import ShmEngine
 from hvdlite.shm.shm_factory import DeviceEngine
 
-FLAT = SingleRankEngine()
+
+class Flat(SingleRankEngine):
+    """Stands for one of several ranks, over gloo on CPUs."""
+
+    def __init__(self, on_gpus: str = "gloo") -> None:
+        super().__init__()
+        self.ways = {"cpu": ("gloo",), "cuda": (on_gpus,)}
+
+
+FLAT = Flat()
 SHARED = object.__new__(ShmEngine)
 
 
-def levels(scatter: object, *devices: str) -> HierarchicalEngine:
-    return HierarchicalEngine(FLAT, scatter, FLAT, FLAT, HostGroups((0, 1), (0, 2), ((0, 1), (2, 3))), set(devices))
+def levels(scatter: object, *devices: str, flat: Flat = FLAT) -> HierarchicalEngine:
+    return HierarchicalEngine(flat, scatter, flat, flat, HostGroups((0, 1), (0, 2), ((0, 1), (2, 3))), set(devices))
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +64,7 @@ def _without_gpus(monkeypatch):
     ],
 )
 def test_it_has_ranks_hosts_the_ways_of_tensors_and_threads(engine, nodes, environment, said):
-    assert describe_start(engine, nodes, "gloo", environment) == said
+    assert describe_start(engine, nodes, environment) == said
 
 
 @pytest.mark.parametrize(
@@ -68,18 +77,18 @@ def test_it_has_ranks_hosts_the_ways_of_tensors_and_threads(engine, nodes, envir
     ],
 )
 def test_where_there_is_no_shared_memory_though_ranks_share_a_host_it_says_why(nodes, environment, why):
-    said = describe_start(FLAT, nodes, "gloo", environment)
+    said = describe_start(FLAT, nodes, environment)
     assert f"CPU tensors: gloo (eth0), not shared memory: {why};" in said
 
 
 def test_tensors_of_gpus_have_a_way_of_their_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    engine = DeviceEngine(SHARED, FLAT)
-    assert "; CUDA tensors: NCCL 2.28.9;" in describe_start(engine, "aa", "cpu:gloo,cuda:nccl", Environment())
+    nccl = DeviceEngine(SHARED, Flat("nccl"))
+    assert "; CUDA tensors: NCCL 2.28.9;" in describe_start(nccl, "aa", Environment())
     # A program that has initialised torch.distributed itself may have chosen this.
-    assert "; CUDA tensors: gloo;" in describe_start(engine, "aa", "cpu:gloo,cuda:gloo", Environment())
-    two = describe_start(levels(SHARED, "cpu", "cuda"), "aabb", "cpu:gloo,cuda:nccl", Environment())
+    assert "; CUDA tensors: gloo;" in describe_start(DeviceEngine(SHARED, FLAT), "aa", Environment())
+    two = describe_start(levels(nccl, "cpu", "cuda", flat=Flat("nccl")), "aabb", Environment())
     assert "; CUDA tensors: NCCL 2.28.9, within hosts and then between;" in two
 
 
@@ -98,7 +107,7 @@ def test_tensors_of_gpus_have_a_way_of_their_own(monkeypatch):
 def test_it_is_said_once_and_only_where_it_is_asked_for(environment, seen, capsys):
     open_log(environment, 0)
     try:
-        log_startup(FLAT, "a", "", environment)
+        log_startup(FLAT, "a", environment)
     finally:
         open_log(Environment(), 0)
     assert capsys.readouterr().err == seen

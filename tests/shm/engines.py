@@ -70,9 +70,6 @@ class SharedEngineFactory(ThreadEngineFactory):
         self._opened += 1
         return self._wrap(make_engine(store, self._rank, self._size))
 
-    def close(self, engine: Any, /) -> None:
-        engine.close()
-
     def among(self, places: Sequence[int], place: int, token: str, /) -> SharedEngineFactory:
         return SharedEngineFactory(dist.PrefixStore(token, self._store), place, len(places), self._wrap)
 

@@ -70,7 +70,7 @@ CASES: dict[str, tuple[Callable[[ShmEngine], Any], Callable[[ShmEngine], Any], s
     ),
     "size, one resident": (
         lambda engine: begin_all_reduce(engine, torch.ones(LARGE)),
-        lambda engine: begin_all_reduce(engine, engine.empty(LARGE + 1, torch.float32)),  # type: ignore[arg-type]
+        lambda engine: begin_all_reduce(engine, engine.zeros(LARGE + 1, torch.float32)),  # type: ignore[arg-type]
         f"of {LARGE} elements",
         f"of {LARGE + 1} elements",
     ),

@@ -29,7 +29,7 @@ def begin(engine: ShmEngine, number: int, dice: random.Random) -> tuple[Any, lis
     ranks = range(SIZE)
     mine = values(engine.rank, number, numel)
     if resident and numel:
-        memory = engine.empty(numel, torch.int64)
+        memory = engine.zeros(numel, torch.int64)
         assert memory is not None
         mine = memory.copy_(mine)
     everybodys = [values(rank, number, numel) for rank in ranks]

@@ -97,7 +97,7 @@ def placed(engine: ShmEngine, values: torch.Tensor, where: str) -> torch.Tensor:
     if where == "ordinary" or (where == "mixed" and engine.rank % 2):
         return values.clone()
     before = engine.rank + 3
-    memory = engine.empty(before + values.numel() + 5, values.dtype)
+    memory = engine.zeros(before + values.numel() + 5, values.dtype)
     assert memory is not None
     tensor = memory[before : before + values.numel()]
     tensor.copy_(values)

@@ -263,7 +263,7 @@ def test_what_is_too_much_is_refused_in_one_line_and_takes_nothing() -> None:
 
 def test_engines_and_their_tensors_leave_nothing() -> None:
     def on_rank(engine: ShmEngine) -> None:
-        resident = engine.empty(CHUNK_BYTES, torch.float32)
+        resident = engine.zeros(CHUNK_BYTES, torch.float32)
         assert resident is not None
         for tensor in (resident, torch.ones(CHUNK_BYTES)):
             begin_all_reduce(engine, tensor).wait()
@@ -292,7 +292,7 @@ def test_engines_over_one_segment_may_come_and_go() -> None:
                 dist.PrefixStore(str(number), store), rank, 2, segment, InitTimeout(TIMEOUT), Signer(b"test")
             )
             engine = ShmEngine(context, "test")
-            bucket = engine.empty(MIB, torch.float32)
+            bucket = engine.zeros(MIB, torch.float32)
             assert bucket is not None
             bucket.fill_(1.0)
             begin_all_reduce(engine, bucket).wait()
@@ -338,7 +338,7 @@ def test_a_rank_that_alone_fails_at_the_end_of_the_setup_ends_the_waits_of_those
 
 def test_a_piece_costs_no_file_descriptor() -> None:
     def on_rank(engine: ShmEngine) -> None:
-        tensors: list[Any] = [engine.empty(2 * MIB, torch.uint8) for _ in range(20)]
+        tensors: list[Any] = [engine.zeros(2 * MIB, torch.uint8) for _ in range(20)]
         engine.barrier().wait()
         before = len(open_files())
         engine.barrier().wait()
@@ -359,11 +359,11 @@ def test_memory_that_its_rank_has_freed_is_unmapped_whenever_each_rank_frees_its
         segment = kind()
         context = exchange_control_blocks(store, rank, 2, segment, InitTimeout(TIMEOUT), Signer(b"test"))
         engine = ShmEngine(context, "test")
-        stays = engine.empty(3 * 4096, torch.uint8)
+        stays = engine.zeros(3 * 4096, torch.uint8)
         # Rank 0 frees each in the next round, and rank 1 eight at once, while the next operation is on its way.
         held: list[Any] = []
         for number in range(200):
-            tensor = engine.empty(2048 + number % 3 * 1024, torch.float32)
+            tensor = engine.zeros(2048 + number % 3 * 1024, torch.float32)
             assert stays is not None
             assert tensor is not None
             tensor.fill_(number + rank)
@@ -412,7 +412,7 @@ def test_a_rank_maps_only_its_share_of_what_others_reduce_in_place() -> None:
     """The pages of all ranks in each of them would make its process's end slower, for which the others may wait."""
 
     def on_rank(engine: ShmEngine) -> None:
-        tensor = engine.empty(MIB, torch.float32)
+        tensor = engine.zeros(MIB, torch.float32)
         assert tensor is not None
         begin_all_reduce(engine, tensor.fill_(1.0)).wait()
         assert tensor.eq(2).all()
