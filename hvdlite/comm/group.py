@@ -192,7 +192,7 @@ class Group:
 
         The same for the duplicates. It waits for no other rank unless these collectives do.
         """
-        engine = self._open_engine(what)
+        engine = self.require_open(what)
         try:
             engine.require_ended()
         except RuntimeError as error:
@@ -213,13 +213,10 @@ class Group:
     @property
     def engine(self) -> Engine:
         """The engine of the group. Raises a CommunicationError if the group is closed."""
-        return self._open_engine("a collective")
+        return self.require_open("a collective")
 
-    def require_open(self, what: str) -> None:
-        """Raise a CommunicationError if the group is closed, for code paths that call no collective."""
-        self._open_engine(what)
-
-    def _open_engine(self, what: str) -> Engine:
+    def require_open(self, what: str) -> Engine:
+        """Returns the engine, or raises a CommunicationError that names ``what`` if the group is closed."""
         engine = self._engine
         if engine is None:
             raise CommunicationError(
@@ -252,9 +249,9 @@ class Group:
                 f"different collectives; if it is only slow, raise hvd.init(timeout_s=...). ({_first_line(error)})"
             )
         if isinstance(error, PeerGoneError):
-            return self._error_of_end(where, _first_line(error), self.ranks[error.group_rank])
+            return _error_of_end(self, where, _first_line(error), self.ranks[error.group_rank])
         if says_peer_lost(error):
-            return self._error_of_end(where, _first_line(error))
+            return _error_of_end(self, where, _first_line(error))
         return CommunicationError(f"{where}: {_first_line(error)}")
 
     def group_rank_of_root(self, root_rank: object, what: str) -> int:
@@ -268,19 +265,6 @@ class Group:
             kind = WrongTypeError if root is None else ValueError
             raise kind(f"{what}: root_rank={shown(root_rank)} is not one of {members}")
         return self.ranks.index(root)
-
-    def _error_of_end(self, where: str, words: str, seen: int | None = None) -> CommunicationError:
-        """Returns the error for a lost rank; ``seen`` is its global rank, if the engine reports it."""
-        rank, ended_normally = self._watch.first_end() or (seen, False)
-        if rank is None or rank not in self.ranks:
-            return PeerLostError(f"{where} because {UNKNOWN_END}: {LOOK_THERE}. ({words})")
-        end = describe_end(self.describe_rank(self.ranks.index(rank)), ended_normally)
-        if ended_normally:
-            return CommunicationError(
-                f"{where} because {end}: every rank must take the same number of steps and call the same collectives; "
-                f"for ranks with fewer batches see hvd.join(). If it called sys.exit(), look at its output. ({words})"
-            )
-        return PeerLostError(f"{where} because {end}: {LOOK_THERE}. ({words})")
 
     def watched(self, work: EngineWork, what: str) -> Work:
         """Returns ``work``, which the caller has begun in other groups of these ranks, as one of this group's.
@@ -296,7 +280,7 @@ class Group:
 
     def _launch(self, what: str, begin: Callable[[Engine], EngineWork]) -> Work:
         """Has the engine ``begin`` a collective, and returns its work."""
-        engine = self._open_engine(what)
+        engine = self.require_open(what)
         try:
             work = begin(engine)
         except RuntimeError as error:
@@ -346,8 +330,9 @@ class Group:
         first.
         """
         if counts is None:
-            sizes = self._all_gather_even(torch.tensor([tensor.nbytes], dtype=torch.int64, device="cpu"), what)
-            counts = [int(size.item()) for size in sizes]
+            own_size = torch.tensor([tensor.nbytes], dtype=torch.int64, device="cpu")
+            sizes = self.all_gather(own_size, what, [own_size.nbytes] * self.size)
+            counts = [int(size.view(torch.int64).item()) for size in sizes]
         parts, work = self.begin_all_gather(tensor, what, counts)
         work.wait()
         return parts
@@ -365,7 +350,8 @@ class Group:
         if mine.numel() < longest:
             padded = mine.new_zeros(longest)
             padded[: mine.numel()].copy_(mine)
-        gathered, work = self._begin_all_gather_even(padded, what)
+        gathered = [torch.empty_like(padded) for _ in counts]
+        work = self._launch(what, lambda engine: engine.allgather([gathered], [padded]))
         return [part[:count] for part, count in zip(gathered, counts, strict=True)], work
 
     def all_to_all(
@@ -397,14 +383,6 @@ class Group:
         work = self._launch(what, lambda engine: engine.alltoall_base(into, tensor, received, sent, AllToAllOptions()))
         return pieces_of(output, received_bytes), work
 
-    def begin_swap(self, tensor: Tensor, what: str, output: Tensor) -> Work:
-        """Begin to send a flat tensor of bytes to the other of two ranks, and to receive its own in ``output``.
-
-        Unlike `begin_all_gather`, which over gloo copies what is sent and what is received, this copies nothing.
-        """
-        nbytes = [0 if rank == self.rank else tensor.numel() for rank in range(2)]
-        return self.begin_all_to_all(tensor, nbytes, nbytes, what, output)[1]
-
     def reduce_scatter(
         self, output: Tensor, tensor: Tensor, counts: Sequence[int], what: str, op: ReduceOp = Sum
     ) -> Work:
@@ -431,7 +409,7 @@ class Group:
         ``at_most_bytes``. Memory is allocated for a length only after its signature is checked.
         """
         call = self._signed_call(what)
-        headers = self._all_gather_even(call.header(data, self.rank), what)
+        headers = self.all_gather(call.header(data, self.rank), what, [HEADER_BYTES] * self.size)
         read = [call.read_header(header, group_rank) for group_rank, header in enumerate(headers)]
         for group_rank, (length, _) in enumerate(read):
             if at_most_bytes is not None and length > at_most_bytes:
@@ -466,19 +444,24 @@ class Group:
         The values are JSON, compared by their repr. The usual case, in which they agree, costs 32 bytes per rank.
         """
         own = digest(repr(value).encode())
-        parts = self._all_gather_even(torch.frombuffer(bytearray(own), dtype=torch.uint8), what)
+        parts = self.all_gather(tensor_of(own), what, [len(own)] * self.size)
         if all(torch.equal(part, parts[0]) for part in parts):
             return None
         return self.all_gather_json(value, what)
 
-    def _all_gather_even(self, tensor: Tensor, what: str) -> list[Tensor]:
-        outputs, work = self._begin_all_gather_even(tensor, what)
-        work.wait()
-        return outputs
 
-    def _begin_all_gather_even(self, tensor: Tensor, what: str) -> tuple[list[Tensor], Work]:
-        outputs = [torch.empty_like(tensor) for _ in range(self.size)]
-        return outputs, self._launch(what, lambda engine: engine.allgather([outputs], [tensor]))
+def _error_of_end(group: Group, where: str, words: str, seen: int | None = None) -> CommunicationError:
+    """Returns the error for a lost rank; ``seen`` is its global rank, if the engine reports it."""
+    rank, ended_normally = group._watch.first_end() or (seen, False)
+    if rank is None or rank not in group.ranks:
+        return PeerLostError(f"{where} because {UNKNOWN_END}: {LOOK_THERE}. ({words})")
+    end = describe_end(group.describe_rank(group.ranks.index(rank)), ended_normally)
+    if ended_normally:
+        return CommunicationError(
+            f"{where} because {end}: every rank must take the same number of steps and call the same collectives; "
+            f"for ranks with fewer batches see hvd.join(). If it called sys.exit(), look at its output. ({words})"
+        )
+    return PeerLostError(f"{where} because {end}: {LOOK_THERE}. ({words})")
 
 
 @functools.cache

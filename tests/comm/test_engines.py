@@ -140,7 +140,8 @@ def test_two_ranks_swap_bytes_into_memory_that_they_keep() -> None:
         own, other = (torch.full((1000,), value, dtype=torch.uint8) for value in (group.rank + 1, 0))
         for _ in range(2):
             other.zero_()
-            group.begin_swap(own, "a swap", other).wait()
+            sizes = [0 if rank == group.rank else own.numel() for rank in range(2)]
+            group.begin_all_to_all(own, sizes, sizes, "a swap", other)[1].wait()
             assert other.tolist() == [2 - group.rank] * 1000
             assert own.tolist() == [group.rank + 1] * 1000
 
