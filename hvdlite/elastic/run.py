@@ -22,7 +22,6 @@ from ..runtime.world import (
     has_state,
     is_initialized,
     note_elastic_program,
-    note_loss_in_commit,
     note_state,
     tell_of_elastic_program,
 )
@@ -87,7 +86,6 @@ def run_fn(func: Callable[..., Result], reset: Callable[[], None]) -> Callable[.
                 if not _is_recoverable(error) or failures.are_too_many(state):
                     raise
                 if state._is_in_commit:
-                    note_loss_in_commit()
                     log.warning("elastic: going back to this commit, which loses nothing, since %s", error)
                 else:
                     log.warning("elastic: going back to the last commit, since %s", error)

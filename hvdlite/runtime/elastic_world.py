@@ -8,6 +8,7 @@ worker stands by until its program calls the function of `hvd.elastic.run`, in a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +29,6 @@ from ..environment import launcher_variable
 from ..errors import CommunicationError
 from ..faults import arm, point
 from ..log import log, open_log
-from ..rendezvous.fault_questions import FaultQuestions
 from ..rendezvous.host_address import refused_by
 from ..rendezvous.key_listener import KeyListener
 from ..rendezvous.launchers import ElasticWorker, read_placement
@@ -57,7 +57,7 @@ def connect_elastic(worker: ElasticWorker, call: InitCall) -> World:
     process = call.process
     open_log(call.environment, f"worker {worker.number}")
     if given := launcher_variable("CHAOS", os.environ):
-        arm(given, FaultQuestions(worker.store_url, worker.number).may_begin, cut_links)
+        arm(given, _FaultQuestions(worker.store_url, worker.number).may_begin, cut_links)
     launcher = LauncherEnd(store_client(worker.store_url, process), worker.number, f"worker {worker.number}")
     call.undo.callback(launcher.client.close)
     # The sets need the other ranks.
@@ -187,3 +187,25 @@ def _import_for_optimizers() -> None:
     That takes seconds, in which the other ranks of an elastic job would wait for a worker that joins them.
     """
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], lr=0.0)
+
+
+class _FaultQuestions:
+    """Asks hvdlite-run, through its store, whether a fault of ``--chaos`` may happen in this worker now.
+
+    The answer comes before the fault, so hvdlite-run's report has each of them.
+    """
+
+    def __init__(self, store_url: str, worker: int) -> None:
+        self._client = StoreClient.from_url(store_url)
+        self._worker = worker
+        self._numbers = itertools.count()
+
+    def may_begin(self, index: int, step: int) -> bool:
+        """Returns whether the fault at this place of HVDLITE_CHAOS may happen in this step; waits for the answer."""
+        number = next(self._numbers)
+        try:
+            self._client.set({b"chaos/ask/%d" % self._worker: b"%d %d %d" % (number, index, step)})
+            (answer,) = self._client.get([b"chaos/answer/%d/%d" % (self._worker, number)])
+        except (OSError, ValueError):  # the job ends
+            return False
+        return answer == b"now"

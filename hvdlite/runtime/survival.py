@@ -316,10 +316,6 @@ class Survival:
         if not followers:
             batches = "The batch of 1 rank is" if self._size == 1 else f"The batches of {self._size} ranks are"
             then = f"{batches} lost, since the program has no hvd.elastic.ElasticSampler that draws them again."
-        if self._assignment is not None and self._assignment.rank == 0:
-            # For the report of hvdlite-run --chaos, without which nobody reads it.
-            with contextlib.closing(_store_client()) as client, contextlib.suppress(OSError, ValueError):
-                client.set({b"chaos/discarded": b"%d" % self._assignment.generation})
         log.warning(
             "survive: %s is discarded on all ranks, and changes no parameter: %s. %s (%s)", what, why, then, self._lost
         )

@@ -365,14 +365,6 @@ def note_state() -> None:
     _process.has_state = True
 
 
-def note_loss_in_commit() -> None:
-    """Tell hvdlite-run that this rank was in a commit when another was lost: for the report of --chaos alone."""
-    world, client = _world, _process.kept("store client")
-    if world is not None and world.assignment is not None and client is not None:
-        with contextlib.suppress(OSError, ValueError):
-            client.set({b"chaos/in_commit": b"%d" % world.assignment.generation})
-
-
 def tell_of_elastic_program() -> None:
     """Tell new workers that they can join, on rank 0. Called by `hvd.elastic.run`, in each world."""
     world = _world

@@ -1,7 +1,7 @@
 """`ChaosJob`: an elastic job in which faults are caused on purpose (``--chaos``), with a report on each.
 
     a worker at a point ── chaos/ask/<worker> ── may it? ── chaos/answer/<worker>/<n>: now, later ── it has its fault
-    events ──► ChaosJob ──► ElasticJob                  └── Record: how it ended, until all are connected, what was lost
+    events ──► ChaosJob ──► ElasticJob                  └── Record: where it happened, and how the worker ended
 
 It has the methods of `supervisor.Judgement`, and passes every event on to the `ElasticJob`. A worker waits for the
 answer before its fault, so the report has each. Faults by the clock, and those of a host, are caused from here.
@@ -10,10 +10,9 @@ answer before its fault, so the report has each. Faults by the clock, and those 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
-
-from hvdlite_wire.assignments import NewWorkerPolicy
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 from ..plan.chaos_spec import OF_A_HOST, ChaosSpec, Fault, worker_form
 from ..plan.elastic_spec import OnFailure, Policy
@@ -22,29 +21,76 @@ from ..wire.messages import (
     Alive,
     Exited,
     FaultAsked,
-    FaultSaid,
     HostEvent,
     InitDone,
     InitFailed,
     InitStarted,
     Lost,
-    LostInCommit,
     Refused,
-    StepDiscarded,
 )
 from ..workers.failure_message import Outcome
 from ..workers.roster import Roster
-from .chaos_report import BEGUN_AGAIN, DISCARDED, IN_COMMIT, NO_RANK, NOTHING, STAYED, TO_COMMIT, ChaosReport, Record
 from .elastic_job import ElasticJob
 from .membership import Member, Membership
 from .rank_assignments import Store
 
-SAYS = b"chaos/"  # the prefix of all keys that workers set for this
-_ASKS = b"chaos/ask/"
-_DISCARDED = b"chaos/discarded"
-_IN_COMMIT = b"chaos/in_commit"
+ASKS = b"chaos/ask/"
+"""The prefix of the keys by which workers ask for their faults."""
 _SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "stop": signal.SIGSTOP}
 _RETRY_S = 0.2  # how soon a fault by the clock is tried again, while too few ranks would be left
+
+
+@dataclass
+class Record:
+    """One fault that has happened.
+
+    ``at_s`` counts from the job's start. ``step`` and ``point`` are None for a fault by the clock, ``rank`` for a
+    worker that had none. ``end`` is how the worker ended.
+    """
+
+    at_s: float
+    kind: str
+    point: str | None
+    step: int | None
+    worker: int
+    rank: int | None
+    host: str
+    generation: int
+    is_seeded: bool
+    end: str = "still there when the job ended"
+
+
+@dataclass
+class ChaosReport:
+    """The faults of one job. ``never`` has a line for each that has not happened, with the reason."""
+
+    records: list[Record] = field(default_factory=list)
+    never: list[str] = field(default_factory=list)
+
+    def data(self) -> dict[str, Any]:
+        """Returns the content of the JSON file."""
+        return {"faults": [asdict(record) for record in self.records], "never": self.never}
+
+    def text(self) -> str:
+        """Returns a table with a line for each fault, and what has not happened."""
+        rows: list[Sequence[str]] = [("after", "fault", "step", "worker", "rank", "host", "its end")]
+        rows += [_row(record) for record in self.records]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] if self.records else []
+        number = len(self.records)
+        return "\n".join([f"chaos: {number} {'fault' if number == 1 else 'faults'}", *lines, *self.never])
+
+
+def _row(record: Record) -> Sequence[str]:
+    return (
+        f"{record.at_s:.1f} s",
+        record.kind if record.point is None else f"{record.kind}@{record.point}",
+        "–" if record.step is None else str(record.step),
+        str(record.worker),
+        "–" if record.rank is None else str(record.rank),
+        record.host,
+        record.end,
+    )
 
 
 class Hosts(Protocol):
@@ -99,37 +145,17 @@ class ChaosJob:
         self._gone: set[int] = set()  # the workers that have ended
         self._has_done = False  # whether one has ended with exit code 0
         self._begun: set[Fault] = set()
-        self._records: dict[int, Record] = {}  # of workers that have a fault and have not ended, or have a cost to come
-        self._ways: dict[int, NewWorkerPolicy] = {}  # of the same: what the others have said of newcomers since
-        self._connected: tuple[int, set[int]] = (0, set())  # the last generation, and its workers that are connected
+        self._records: dict[int, Record] = {}  # the last fault of each worker
         self._clock_from: float | None = None
         self._clock_number = 0
         self._retry_at: float | None = None
         self._seeded_count = 0
-        # The generations that have discarded a step, and the faults before each in which no step was begun again.
-        self._discarded: set[int] = set()
-        # The generations of which ranks were in a commit when one was lost.
-        self._in_commit: set[int] = set()
-        self._finished: list[tuple[Record, int]] = []
         self.report = ChaosReport()
 
-    # -- asked and said by workers
+    # -- asked by workers
 
-    def on_fault(self, said: FaultSaid) -> None:
-        """Answers a worker that asks for its fault, and notes what the others say of what was lost."""
-        if isinstance(said, FaultAsked):
-            self._answer(said)
-            return
-        if isinstance(said, LostInCommit):
-            self._in_commit.add(said.generation)
-            return
-        # Not all workers of that generation may have said that they are connected.
-        self._discarded.add(said.generation)
-        for record, generation in self._finished:
-            if generation == said.generation:
-                record.lost = DISCARDED
-
-    def _answer(self, asked: FaultAsked) -> None:
+    def on_fault(self, asked: FaultAsked) -> None:
+        """Answers a worker that asks for its fault."""
         given = self._faults.given.get(asked.worker, ())
         if asked.worker not in self._roster or asked.index >= len(given):
             return
@@ -174,7 +200,8 @@ class ChaosJob:
         current = self._membership.current
         if current is None:
             return []
-        return [each for each in current.members if each.worker not in self._gone and each.worker not in self._records]
+        faulty = {worker for worker, record in self._records.items() if record.generation >= current.number}
+        return [each for each in current.members if each.worker not in self._gone | faulty]
 
     def _begin(self, kind: str, worker: int, *, fault: Fault | None = None, step: int | None = None) -> None:
         current, known = self._membership.current, self._roster[worker]
@@ -190,11 +217,8 @@ class ChaosJob:
             generation=0 if current is None else current.number,
             is_seeded=is_seeded,
         )
-        if known.rank is None:
-            record.lost = NO_RANK
         self.report.records.append(record)
         self._records[worker] = record
-        self._ways[worker] = NewWorkerPolicy.NEVER
         self._seeded_count += is_seeded
         if fault is not None:
             self._begun.add(fault)
@@ -243,44 +267,16 @@ class ChaosJob:
     # -- what became of it
 
     def on_init(self, event: InitStarted | InitDone | InitFailed) -> None:
-        if isinstance(event, InitStarted):
-            for worker, record in self._records.items():
-                if event.after and event.after >= record.generation:
-                    self._ways[worker] = min(self._ways[worker], event.newcomers)
         self._job.on_init(event)
-        current = self._membership.current
-        if isinstance(event, InitDone) and current is not None and event.after == current.number:
-            if self._connected[0] != current.number:
-                self._connected = (current.number, set())
-            self._connected[1].add(event.worker)
-            if self._connected[1].issuperset(each.worker for each in current.members):
-                self._all_are_connected(current.number, {each.worker: each.since for each in current.members})
-
-    def _all_are_connected(self, generation: int, members: Mapping[int, int]) -> None:
-        self._clock_from = self._clock() if self._clock_from is None else self._clock_from
-        for worker, record in list(self._records.items()):
-            if record.generation >= generation or record.rank is None:
-                continue
-            if worker in members:
-                if record.kind != "link":
-                    continue
-                record.end = STAYED
-            record.cost_s = round(self._clock() - self._began_at - record.at_s, 3)
-            if self._ways[worker] is NewWorkerPolicy.WELCOME:
-                record.lost = IN_COMMIT if record.generation in self._in_commit else TO_COMMIT
-            else:
-                has_new = any(since > record.generation for since in members.values())
-                record.lost = BEGUN_AGAIN if has_new else DISCARDED if generation in self._discarded else NOTHING
-                if not has_new:
-                    self._finished.append((record, generation))
-            del self._records[worker], self._ways[worker]
+        if self._clock_from is None and isinstance(event, InitDone):
+            self._clock_from = self._clock()
 
     def on_exit(self, end: Exited) -> None:
         if (record := self._records.get(end.worker)) is not None:
             code = end.returncode
             record.end = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
         self._has_done = self._has_done or end.returncode == 0
-        self._end_of([end.worker])
+        self._gone.add(end.worker)
         self._job.on_exit(end)
 
     def on_lost(self, lost: Lost) -> None:
@@ -288,14 +284,8 @@ class ChaosJob:
         for worker in workers:
             if worker in self._records:
                 self._records[worker].end = f"lost with {lost.host}"
-        self._end_of(workers)
-        self._job.on_lost(lost)
-
-    def _end_of(self, workers: Collection[int]) -> None:
         self._gone.update(workers)
-        for worker in workers:
-            if worker in self._records and self._records[worker].rank is None:
-                del self._records[worker], self._ways[worker]
+        self._job.on_lost(lost)
 
     def final_report(self) -> ChaosReport:
         """Returns the report at the job's end, with the faults that never came."""
@@ -336,11 +326,9 @@ class ChaosJob:
         self._job.settle()
 
 
-def said_of_faults(key: bytes, value: bytes) -> FaultSaid | None:
-    """Returns what a worker asks or says by setting this key in the store; None if that is nothing about faults."""
-    if key in (_DISCARDED, _IN_COMMIT) and value.isdigit() and len(value) < 10:
-        return (StepDiscarded if key == _DISCARDED else LostInCommit)(int(value))
-    worker, numbers = key.removeprefix(_ASKS), value.split(b" ")
+def asked_fault(key: bytes, value: bytes) -> FaultAsked | None:
+    """Returns what a worker asks by setting this key in the store; None if that is no question about a fault."""
+    worker, numbers = key.removeprefix(ASKS), value.split(b" ")
     if len(numbers) != 3 or not all(each.isdigit() and len(each) < 10 for each in (worker, *numbers)):
         return None
     return FaultAsked(int(worker), *map(int, numbers))

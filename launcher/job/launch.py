@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
 from ..agents.agent_group import AGENT_S, Agents
-from ..elastic.chaos_job import SAYS, ChaosFaults, ChaosJob, said_of_faults
+from ..elastic.chaos_job import ASKS, ChaosFaults, ChaosJob, asked_fault
 from ..elastic.discovery import Discovery
 from ..elastic.elastic_hosts import ElasticHosts
 from ..elastic.elastic_job import ElasticJob
@@ -51,7 +51,7 @@ from ..system.terminal_text import say
 from ..system.whole_files import replace_file, require_directory, require_writable
 from ..wire.messages import (
     Event,
-    FaultSaid,
+    FaultAsked,
     HostsFound,
     Interrupted,
     ReportAsked,
@@ -171,7 +171,7 @@ class _Running:
     judgement: Judgement
     report: Callable[[], str]
     table: GenerationTable | None = None
-    on_fault: Callable[[FaultSaid], None] = lambda _: None
+    on_fault: Callable[[FaultAsked], None] = lambda _: None
     ranks: Mapping[int, int] = field(default_factory=dict)
     """The rank of each worker, by its number; none in an elastic job: those that it has lost are no ranks any more."""
 
@@ -341,8 +341,8 @@ def _start_elastic(
     )
 
     def note(key: bytes, value: bytes) -> None:
-        if (said := said_of_faults(key, value)) is not None:
-            events.put(said)
+        if (asked := asked_fault(key, value)) is not None:
+            events.put(asked)
 
     def report() -> str:
         final = with_faults.final_report()
@@ -353,7 +353,7 @@ def _start_elastic(
                 screen.say(f"--chaos-report {chaos.report_file}: cannot be written: {why_not_written(error)}")
         return "\n".join(filter(None, [judgement.table.text(), final.text()]))
 
-    store.watch(SAYS, note)
+    store.watch(ASKS, note)
     return _Running(screen, log, roster, ending, with_faults, report, table, with_faults.on_fault)
 
 

@@ -26,7 +26,6 @@ from ..wire.messages import (
     Event,
     Exited,
     FaultAsked,
-    FaultSaid,
     HostEvent,
     HostsFound,
     InitDone,
@@ -36,7 +35,6 @@ from ..wire.messages import (
     InputWanted,
     Interrupted,
     Lost,
-    LostInCommit,
     NotThereYet,
     OfWorker,
     Output,
@@ -49,7 +47,6 @@ from ..wire.messages import (
     ScreenFailed,
     Stalled,
     Started,
-    StepDiscarded,
     Unresponsive,
     UserSignal,
     WatchAsked,
@@ -126,7 +123,7 @@ class Supervisor:
         stdin: Input,
         screen: Screen,
         log: Callable[[str], None],
-        on_fault: Callable[[FaultSaid], None] = lambda _: None,
+        on_fault: Callable[[FaultAsked], None] = lambda _: None,
         observers: Sequence[Observer] = (),
     ) -> None:
         """``log`` is called with messages that only ``--verbose`` shows, ``on_fault`` with what
@@ -238,7 +235,7 @@ class Supervisor:
                     self._ending.effect_of = signal.SIGHUP
                 self._judgement.decide(Outcome.without_screen(event))
                 self._ending.end()
-            case FaultAsked() | StepDiscarded() | LostInCommit():
+            case FaultAsked():
                 self._on_fault(event)
             case HostsFound() | DiscoveryFailed() | Answered() | NotThereYet():
                 self._judgement.on_hosts(event)

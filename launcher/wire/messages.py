@@ -8,8 +8,8 @@
 To end a job the launcher sends `SignalWorkers`, and at last closes the agent's stdin: the agent then kills what is
 left. The messages about the rendezvous store are in `store_messages`, and `agent_frames` encodes both as bytes. The
 types of the fields say what is allowed in what was received.
-`Answered`, `Lost`, `AgentSaid`, `HostsFound`, `DiscoveryFailed`, `Unresponsive`, `FaultAsked`, `StepDiscarded`,
-`LostInCommit`, `Interrupted`, `InputRead`, `ReportAsked`, `UserSignal`, `ScreenFailed` and `ScreenDone` are created in
+`Answered`, `Lost`, `AgentSaid`, `HostsFound`, `DiscoveryFailed`, `Unresponsive`, `FaultAsked`,
+`Interrupted`, `InputRead`, `ReportAsked`, `UserSignal`, `ScreenFailed` and `ScreenDone` are created in
 the launcher and never sent.
 
 ``worker`` is a worker's number, which identifies it during the whole job. Its rank is in its `Slot` (see `slots`).
@@ -291,23 +291,6 @@ class FaultAsked:
 
 
 @dataclass(frozen=True)
-class StepDiscarded:
-    """The ranks of a generation have said, through the store, that they have discarded a step after a loss."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class LostInCommit:
-    """A rank of a generation has said, through the store, that it was in a commit when another was lost."""
-
-    generation: int
-
-
-FaultSaid = FaultAsked | StepDiscarded | LostInCommit
-
-
-@dataclass(frozen=True)
 class Interrupted:
     """The launcher itself has received a signal; ``at_s`` is when (`time.monotonic`), if that matters."""
 
@@ -385,7 +368,7 @@ LauncherEvent = (
     | Unresponsive
     | AgentSaid
     | Lost
-    | FaultSaid
+    | FaultAsked
     | ReportAsked
     | WatchAsked
     | UserSignal

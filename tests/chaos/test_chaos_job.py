@@ -7,7 +7,7 @@ import signal
 from queue import Empty
 
 import pytest
-from hvdlite_launcher.elastic.chaos_job import ChaosFaults, ChaosJob, said_of_faults
+from hvdlite_launcher.elastic.chaos_job import ChaosFaults, ChaosJob, asked_fault
 from hvdlite_launcher.elastic.elastic_hosts import ElasticHosts
 from hvdlite_launcher.elastic.elastic_job import ElasticJob
 from hvdlite_launcher.elastic.membership import Membership
@@ -25,8 +25,6 @@ from hvdlite_launcher.wire.messages import (
     InitDone,
     InitStarted,
     Lost,
-    LostInCommit,
-    StepDiscarded,
 )
 from hvdlite_launcher.workers.ending import Ending
 from hvdlite_launcher.workers.roster import Roster
@@ -164,9 +162,9 @@ def begins(**hosts):
     return [HostsFound(hosts), *answers, *asks, *(InitDone(worker, 1) for worker in range(size))]
 
 
-def again(*workers, after: int, newcomers: NewWorkerPolicy = NewWorkerPolicy.NEVER):
+def again(*workers, after: int):
     """These workers come to the next generation, and are connected."""
-    asks = [InitStarted(worker, after, newcomers) for worker in workers]
+    asks = [InitStarted(worker, after, NewWorkerPolicy.NEVER) for worker in workers]
     return [*asks, *(InitDone(worker, after + 1) for worker in workers)]
 
 
@@ -184,73 +182,9 @@ def test_a_worker_that_asks_for_its_fault_is_answered_and_the_fault_is_reported(
     assert played.answer(1) == b"now"
     (record,) = played.report.records
     assert (record.kind, record.point, record.step, record.worker, record.rank) == ("kill", "vote", 7, 1, 1)
-    assert (record.at_s, record.cost_s, record.end) == (2.0, 0.75, "killed by SIGKILL")
-    assert record.lost == "nothing: finished within the step"
+    assert (record.at_s, record.end) == (2.0, "killed by SIGKILL")
     assert played.report.never == []
     assert "kill@vote" in played.report.text()
-
-
-@pytest.mark.parametrize(
-    ("newcomers", "lost"),
-    [
-        (NewWorkerPolicy.WELCOME, "back to the last commit"),
-        (NewWorkerPolicy.IF_NEEDED, "nothing: finished within the step"),
-        (NewWorkerPolicy.NEVER, "nothing: finished within the step"),
-    ],
-)
-def test_what_was_lost_follows_from_what_the_others_say_of_newcomers(newcomers, lost):
-    played = Played(
-        [KILL_1], *begins(a=3), FaultAsked(1, 0, 0, 7), killed(1), *again(0, 2, after=1, newcomers=newcomers)
-    )  # fmt: skip
-    assert [each.lost for each in played.report.records] == [lost]
-
-
-@pytest.mark.parametrize("is_early", [False, True])
-def test_a_step_that_the_others_say_they_have_discarded_is_reported_as_that(is_early):
-    entered, done = again(0, 2, after=1)[:3], again(0, 2, after=1)[3:]
-    said = [StepDiscarded(2), *done] if is_early else [*done, StepDiscarded(2)]
-    played = Played([KILL_1], *begins(a=3), FaultAsked(1, 0, 0, 7), killed(1), *entered, *said, StepDiscarded(9))
-    assert [each.lost for each in played.report.records] == ["the step: discarded on all ranks"]
-
-
-def test_one_that_was_not_within_the_step_takes_all_back_to_the_commit():
-    played = Played(
-        [KILL_1],
-        *begins(a=3),
-        FaultAsked(1, 0, 0, 7),
-        killed(1),
-        InitStarted(0, 1, NewWorkerPolicy.NEVER),
-        InitStarted(2, 1, NewWorkerPolicy.WELCOME),
-        InitDone(0, 2),
-        InitDone(2, 2),
-    )
-    assert [each.lost for each in played.report.records] == ["back to the last commit"]
-
-
-@pytest.mark.parametrize(
-    ("generation", "lost"),
-    [(1, "nothing: back to the commit in which it was lost"), (2, "back to the last commit")],
-)
-def test_going_back_to_a_commit_in_which_a_rank_was_lost_loses_nothing(generation, lost):
-    back = again(0, 2, after=1, newcomers=NewWorkerPolicy.WELCOME)
-    played = Played([KILL_1], *begins(a=3), FaultAsked(1, 0, 0, 7), killed(1), LostInCommit(generation), *back)
-    assert [each.lost for each in played.report.records] == [lost]
-
-
-def test_a_step_that_needs_new_workers_is_begun_again():
-    replaces = {"min_np": 2, "on_failure": OnFailure.REPLACE}
-    played = Played(
-        [KILL_1],
-        *begins(a=2),
-        FaultAsked(1, 0, 0, 7),
-        killed(1),
-        InitStarted(0, 1, NewWorkerPolicy.IF_NEEDED),
-        InitStarted(2, 0),
-        InitDone(0, 2),
-        InitDone(2, 2),
-        **replaces,
-    )
-    assert [each.lost for each in played.report.records] == ["nothing: the step was begun again, with new workers"]
 
 
 def test_no_seeded_fault_takes_the_job_below_its_least_number_of_ranks():
@@ -299,10 +233,9 @@ def test_a_host_goes_by_its_agent_and_its_workers_with_it(kind):
     assert played.signals == ([([2, 3], signal.SIGKILL)] if kind == "host" else [])
     (record,) = played.report.records
     assert (record.end, record.host) == ("lost with b", "b")
-    assert record.lost == "nothing: finished within the step"
 
 
-@pytest.mark.parametrize(("left", "end"), [((0, 1), "lost with b"), ((2, 3), "none: the others were given up")])
+@pytest.mark.parametrize(("left", "end"), [((0, 1), "lost with b"), ((2, 3), "still there when the job ended")])
 def test_a_host_or_the_others_go_by_a_cut_link(left, end):
     lost = Lost("b" if 0 in left else "a", "the network is cut")
     played = Played(
@@ -310,7 +243,7 @@ def test_a_host_or_the_others_go_by_a_cut_link(left, end):
     )
     assert (played.agents_killed, played.signals) == ([], [])
     (record,) = played.report.records
-    assert (record.end, record.lost) == (end, "nothing: finished within the step")
+    assert record.end == end
 
 
 def test_a_fault_that_never_came_is_said_so_with_the_reason():
@@ -331,13 +264,6 @@ def test_what_nobody_was_given_is_not_answered(asked):
 
 @pytest.mark.parametrize("value", [b"", b"1 2", b"1 2 x", b"1 2 3 4", b"1 2 -3", b"1 2 9999999999"])
 def test_a_question_that_is_none_is_ignored(value):
-    assert said_of_faults(b"chaos/ask/1", value) is None
-    assert said_of_faults(b"chaos/ask/1", b"1 2 3") == FaultAsked(1, 1, 2, 3)
-    assert said_of_faults(b"chaos/ask/x", b"1 2 3") is None
-
-
-@pytest.mark.parametrize("value", [b"", b"x", b"-1", b"9999999999"])
-def test_a_discarded_step_is_said_with_the_number_of_a_generation(value):
-    assert said_of_faults(b"chaos/discarded", value) is None
-    assert said_of_faults(b"chaos/discarded", b"7") == StepDiscarded(7)
-    assert said_of_faults(b"chaos/in_commit", b"7") == LostInCommit(7)
+    assert asked_fault(b"chaos/ask/1", value) is None
+    assert asked_fault(b"chaos/ask/1", b"1 2 3") == FaultAsked(1, 1, 2, 3)
+    assert asked_fault(b"chaos/ask/x", b"1 2 3") is None

@@ -91,8 +91,6 @@ def assert_one_process_trains_the_same(survivors, faults) -> None:
         assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(own, expected, strict=True))
     first, *others = survivors.values()
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-    assert {each["lost"] for each in faults} == {"nothing: finished within the step"}
-    assert all(each["cost_s"] is not None for each in faults)
 
 
 @pytest.mark.night(but=2)
@@ -159,12 +157,3 @@ def test_a_worker_may_have_a_fault_while_the_others_settle_a_step(launch, tmp_pa
 def test_the_report_says_how_a_worker_ended(launch, tmp_path, kind, end):
     _, (fault,), _ = run(launch, tmp_path, f"{kind}@voted:worker=3:step=2", hang_timeout_s=10)
     assert (fault["end"], fault["step"], fault["point"]) == (end, 2, "voted")
-
-
-@pytest.mark.night
-def test_the_command_of_the_library_runs_hvdlite_run_and_has_help(launch):
-    code, out, _ = launch("--help", program=("-m", "hvdlite.chaos")).ended()
-    assert (code, out[:34]) == (0, b"usage: python -m hvdlite.chaos SPE")
-    code, _, err = launch("kill@x:worker=1", "--", "-np", "2", "true", program=("-m", "hvdlite.chaos")).ended()
-    assert code == 2
-    assert b"hvdlite-run: --chaos" in err

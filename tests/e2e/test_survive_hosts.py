@@ -292,5 +292,4 @@ def test_chaos_loses_the_whole_host_of_a_worker(make_lan, launch, tmp_path, kind
     assert_all_have(by_one_process("2:4:vote,3:4:vote", size=4), survivors)
     assert f"{kind}@{point}" in err
     assert ("the network between it and " in err) is (kind == "link")
-    assert "nothing: finished within the step" in err
     assert_clean(lan)
