@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from ..plan.chaos_spec import OF_A_HOST, ChaosSpec, Fault, worker_form
-from ..plan.elastic_spec import OnFailure, Policy
+from ..plan.elastic_spec import Policy
 from ..system.signals import signal_name
 from ..wire.messages import (
     Alive,
@@ -192,7 +192,7 @@ class ChaosJob:
         if len(left) >= self._policy.min_np:
             return True
         # A job that needs all of its workers waits for each replacement: then one at a time.
-        is_whole = len(members) >= self._policy.first_np and self._policy.on_failure is OnFailure.REPLACE
+        is_whole = len(members) >= self._policy.first_np and self._policy.on_failure.replaces
         return bool(left) and is_whole and self._policy.first_np == self._policy.min_np
 
     def _members(self) -> list[Member]:

@@ -20,7 +20,7 @@ from enum import Enum, auto
 
 from hvdlite_wire.assignments import NewWorkerPolicy
 
-from ..plan.elastic_spec import OnFailure, Policy
+from ..plan.elastic_spec import Policy, Responses
 from .host_slots import HostSlots, Place
 
 # After this time the user is told for which workers of the last generation the next one waits.
@@ -225,10 +225,12 @@ class Membership:
             del self._workers[each.number]
             if self._is_member(each):
                 self._causes.append(why)
-        if lost and self._policy.on_failure is OnFailure.STOP:
-            return [] if self._is_over else list(self._end(why))
         self._slots.count_failure(host)
-        return [*self._bar(host, now_s), *self._go_on(now_s)]
+        responses = Responses[Action](
+            end_job=lambda: self._end(why), bar_host=lambda: self._bar(host, now_s), tell_of_empty_slot=lambda: ()
+        )
+        actions = self._policy.on_failure.after_lost_host(responses) if lost else responses.bar_host()
+        return [*actions, *self._go_on(now_s)]
 
     def barred_until_s(self, host: str) -> float:
         """Returns when a host's cooldown is over; infinite if it never is."""
@@ -336,11 +338,9 @@ class Membership:
             return
         if self.current is not None and not members:
             barred = ", ".join(self._slots.barred())
-            if self._policy.on_failure is OnFailure.BLACKLIST and barred and not self._slots.usable():
-                yield Say(
-                    f"no host is left: after a failure these get no more workers (--on-failure blacklist): {barred}. "
-                    "Where that is one host, --on-failure replace starts a new worker on it"
-                )
+            words = self._policy.on_failure.words_without_hosts(barred)
+            if words is not None and barred and not self._slots.usable():
+                yield Say(words)
             if self._causes and (idle := self._started()):
                 yield Say(
                     f"no rank is left that has the state of the training, with which {_names(idle)} could go on: start "
@@ -529,15 +529,17 @@ class Membership:
         """Applies the policy after a worker has failed; ``why`` is the reason if the job ends."""
         place = worker.place
         self._slots.count_failed_worker(place, now_s, was_rank=worker.since is not None)
-        if self._policy.on_failure is OnFailure.STOP and not self._is_over:
-            yield from self._end(why)
-        elif self._policy.on_failure is OnFailure.BLACKLIST and not self._done:
-            yield from self._bar(place.host, now_s)
-        elif self._policy.on_failure is OnFailure.REPLACE and self._members():
-            yield from self._tell_of_empty_slot(place, now_s)
+        yield from self._policy.on_failure.after_failure(
+            Responses[Action](
+                end_job=lambda: self._end(why),
+                # The host of a worker that fails when others are done is not needed any more.
+                bar_host=lambda: () if self._done else self._bar(place.host, now_s),
+                tell_of_empty_slot=lambda: self._tell_of_empty_slot(place, now_s),
+            )
+        )
 
     def _tell_of_empty_slot(self, place: Place, now_s: float) -> Iterator[Action]:
-        if not self._slots.is_there(place) or self._slots.may_fill(place):
+        if not self._members() or not self._slots.is_there(place) or self._slots.may_fill(place):
             return
         failed = _count(self._slots.failures_in(place), "worker")
         yield Say(
@@ -555,8 +557,9 @@ class Membership:
             yield EndWorkers(tuple(each.number for each in others), f"{host} gets no more workers after a failure")
 
     def _end(self, why: str | None, *, is_limit: bool = False) -> Iterator[Action]:
-        self._is_over = True
-        yield EndJob(why, is_limit)
+        if not self._is_over:
+            self._is_over = True
+            yield EndJob(why, is_limit)
 
     # ----------------------------------------------------------------- looking
 

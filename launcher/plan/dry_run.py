@@ -13,7 +13,7 @@ from ..system.job_directory import temporary_directory
 from ..system.machine import usable_cores
 from ..system.network import loopback_interface
 from .chaos_spec import ChaosSpec, worker_form
-from .elastic_spec import ElasticSpec, OnFailure, Policy
+from .elastic_spec import ElasticSpec
 from .exported_variables import Environment
 from .hosts import Host
 from .job_spec import JobSpec
@@ -80,7 +80,7 @@ def _rules(elastic: ElasticSpec, hosts: Sequence[Host], workers: Sequence[FirstW
     lines = [
         f"elastic job: {start} or more ranks at the beginning, {policy.min_np} or more later, {most}{spares}",
         f"hosts: {found}" if script is None else f"hosts: {found} (what --host-discovery-script prints now)",
-        f"after a failure: {_words_of_answer(policy)}",
+        f"after a failure: {policy.on_failure.words(policy)}",
     ]
     if not workers:
         lines.append(
@@ -88,22 +88,6 @@ def _rules(elastic: ElasticSpec, hosts: Sequence[Host], workers: Sequence[FirstW
             "and starts no worker before"
         )
     return "".join(f"{line}\n" for line in lines)
-
-
-def _words_of_answer(policy: Policy) -> str:
-    name = f" (--on-failure {policy.on_failure.value})"
-    restarts = f"{policy.max_restarts} times within {policy.restart_window_s:g} s at most (--max-restarts)"
-    match policy.on_failure:
-        case OnFailure.REPLACE:
-            return f"a new worker takes the slot{name}, {restarts}"
-        case OnFailure.SHRINK:
-            return f"the others go on, and the slot stays empty{name}"
-        case OnFailure.STOP:
-            return f"the job ends{name}"
-        case OnFailure.BLACKLIST:
-            cooldown = policy.cooldown_s
-            how_long = "any more" if cooldown is None else "for {:g} s, which doubles up to {:g} s".format(*cooldown)
-            return f"its host gets no workers {how_long}{name}"
 
 
 def _interface_of(job: JobSpec, host: Host) -> str | None:

@@ -13,7 +13,7 @@ from hvdlite_launcher.elastic.elastic_job import ElasticJob
 from hvdlite_launcher.elastic.membership import Membership
 from hvdlite_launcher.job.supervisor import Supervisor
 from hvdlite_launcher.plan.chaos_spec import parse_chaos
-from hvdlite_launcher.plan.elastic_spec import OnFailure, Policy
+from hvdlite_launcher.plan.elastic_spec import ON_FAILURE, Policy
 from hvdlite_launcher.status.reports import Reports
 from hvdlite_launcher.store.server import Store
 from hvdlite_launcher.wire.messages import (
@@ -47,7 +47,7 @@ class Played:
         self.said: list[str] = []
         self.store = Store()
         self._script = list(script)
-        rules = Policy(**{"min_np": 1, "on_failure": OnFailure.SHRINK, **policy})
+        rules = Policy(**{"min_np": 1, "on_failure": ON_FAILURE["shrink"], **policy})
         membership, roster, spec = Membership(rules), Roster(), parse_chaos(specs)
         ending = Ending(roster, signal_workers=self.signal, say=self.say, log=_nothing, grace=30, clock=self._now)
         faults = ChaosFaults(spec, rules.first_np)
