@@ -158,6 +158,7 @@ print(in_blocks)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc, whose blocks can be counted")
 def test_every_model_whose_training_is_measured_goes_back_to_the_system_when_it_is_freed():
     # In a process of its own, because glibc keeps its settings.

@@ -72,12 +72,14 @@ def check_both_ways(
     return wires[1][1]
 
 
+@pytest.mark.slow
 @both
 @each_dtype
 def test_they_pass_the_trial_that_they_have_on_a_gpu(codec, dtype):
     assert gives_what_torch_gives(on_cpu(codec, dtype), codec(), CPU, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

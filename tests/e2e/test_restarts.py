@@ -4,7 +4,10 @@ import os
 import re
 import signal
 
+import pytest
 from e2e.conftest import ready, wait_until
+
+pytestmark = pytest.mark.slow
 
 RESTART = ("--on-failure", "restart")
 # Ends well in the second restart. No rank ends before both have written.

@@ -231,6 +231,7 @@ def test_a_gradient_that_no_rank_has_is_zero_and_keeps_its_residuals(place):
         assert grad is None
 
 
+@pytest.mark.slow
 @each_form
 @pytest.mark.parametrize("place", ["2 hosts", "3 hosts of 2"])
 def test_ten_steps_a_checkpoint_and_ten_more_equal_twenty(place, name):

@@ -134,6 +134,7 @@ def test_the_averages_are_those_of_ddps_hook(place, rank_of_products):
     on(place, rank)
 
 
+@pytest.mark.slow
 @everywhere
 def test_ten_steps_a_checkpoint_and_ten_more_equal_twenty(place):
     def rank(group: Group) -> None:
