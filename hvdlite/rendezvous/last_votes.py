@@ -8,22 +8,36 @@ The key holds a line of JSON for each such rank, and outlives generations: what 
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from typing import NamedTuple
 
+from hvdlite_wire.codec import decode, encode
 from hvdlite_wire.store_requests import StoreRequest
 
 from .store_client import StoreClient
 
 _ENDED = b"survive/ended"
 
-
-def leave_last_votes(client: StoreClient, votes: Any) -> None:
-    """Adds what this rank says at the end of its program; it is JSON."""
-    client.request(StoreRequest.APPEND, [_ENDED, json.dumps(votes).encode() + b"\n"])
+# A step: the optimizer's number, and how many votes of it come before the step's.
+Step = tuple[int, int]
 
 
-def read_last_votes(client: StoreClient) -> list[Any]:
+class LastVotes(NamedTuple):
+    """What a rank has left at the end of its program.
+
+    ``passed``: by an optimizer's number, how many votes it has passed. ``discarded``: steps that are to be discarded,
+    as far as it knows.
+    """
+
+    passed: dict[int, int]
+    discarded: frozenset[Step] = frozenset()
+
+
+def leave_last_votes(client: StoreClient, votes: LastVotes) -> None:
+    """Adds what this rank says at the end of its program."""
+    client.request(StoreRequest.APPEND, [_ENDED, encode(votes) + b"\n"])
+
+
+def read_last_votes(client: StoreClient) -> list[LastVotes]:
     """Returns what ranks have said at the ends of their programs so far."""
     (is_there,) = client.request(StoreRequest.CHECK, [_ENDED])
-    return [json.loads(line) for line in client.get([_ENDED])[0].splitlines()] if int(is_there) else []
+    return [decode(LastVotes, line) for line in client.get([_ENDED])[0].splitlines()] if int(is_there) else []

@@ -33,21 +33,19 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from hvdlite_wire.assignments import NewWorkerPolicy, RankAssignment
+from hvdlite_wire.codec import decode, encode
 
-from ..comm.group import Group
+from ..comm.group import MAX_JSON_BYTES, Group
 from ..environment import launcher_variable
 from ..errors import CommunicationError, PeerLostError
 from ..faults import point
 from ..log import log
 from ..rendezvous.key_listener import KeyListener
+from ..rendezvous.last_votes import LastVotes, Step
 from ..rendezvous.store_client import StoreClient
 
 # How often the same ranks try the same step, before the error is raised.
 _ATTEMPTS = 3
-
-
-# A step: the optimizer's number, and how many votes of it come before the step's.
-Step = tuple[int, int]
 
 
 class Report(NamedTuple):
@@ -67,11 +65,18 @@ class Report(NamedTuple):
     discarded: frozenset[Step] = frozenset()
 
 
-class LastVotes(NamedTuple):
-    """What a rank has left at the end of its program, by the same names as in its `Report`."""
+class RankReport(NamedTuple):
+    """What a rank sends to all others in a new world.
 
-    passed: dict[int, int]
-    discarded: frozenset[Step] = frozenset()
+    ``left`` is what ranks have left whose programs have ended. ``identity`` stands for its process. ``votes`` are all
+    that it has passed, and ``notes`` those of its followers, by their names.
+    """
+
+    report: Report
+    left: tuple[LastVotes, ...]
+    identity: str
+    votes: int = 0
+    notes: dict[str, Any] = {}  # noqa: RUF012  # never changed
 
 
 class Settlement(NamedTuple):
@@ -168,7 +173,7 @@ class Survival:
         enter_again: Callable[[], None],
         revoke: Callable[[int, str], None],
         has_sets: Callable[[], bool] = lambda: False,
-        read_last_votes: Callable[[], list[Any]] = list,
+        read_last_votes: Callable[[], list[LastVotes]] = list,
     ) -> None:
         """``enter_again`` leaves the world and enters the next; ``revoke`` ends all waits of a generation's.
 
@@ -204,7 +209,7 @@ class Survival:
         # The optimizer in whose step this rank is, and what each rank says of its followers.
         self._number: int | None = None
         self._can_repeat = True
-        self._notes: list[list[Any]] = []
+        self._told: list[RankReport] = []
         self._is_going_on = False
         # Whether other ranks already wait in the step that comes next on this one.
         self._others_are_ahead = False
@@ -227,25 +232,17 @@ class Survival:
         )
         if self._is_in_step:
             point("report")
-        of_step: list[Any] = [None, True, [], []]
-        if self._is_in_step:
-            of_step = [self._number, self._can_repeat, list(self._discarded), self._read_last_votes()]
         self._identity = self._identity or f"{assignment.generation}.{assignment.rank}"
-        own = [self._size == 0, self._is_in_step, list(self._passed.items()), [*of_step, self._identity]]
-        if self._is_in_step and (followers := self._living()):
-            notes = {name: follower.note_of(self._number) for name, follower in followers.items()}
-            own.append([sum(self._passed.values()), notes])
-        told = group.all_gather_json(own, "the reports of all ranks in hvd.init()")
-        left = [_read_left(each) for _, _, _, (*_, of_ended, _), *_ in told for each in of_ended]
-        reports = [_read(report) for report in told]
-        self._settlement = settle(reports, left)
+        told = _exchange(group, self._own_report())
+        reports = [each.report for each in told]
+        self._settlement = settle(reports, [votes for each in told for votes in each.left])
         self._others_are_ahead = self._is_in_step and any(
             report.is_in_step and any(steps > self._passed.get(at, 0) for at, steps in report.passed.items())
             for report in reports
         )
         self.beginnings += not self._settlement.all_are_in_step
-        self._notes = [notes for _, _, _, _, *notes in told]
-        ranks = {identity: group.describe_rank(rank) for rank, (_, _, _, (*_, identity), *_) in enumerate(told)}
+        self._told = told
+        ranks = {each.identity: group.describe_rank(rank) for rank, each in enumerate(told)}
         self.lost_ranks += [name for identity, name in self._ranks.items() if identity not in ranks]
         self._ranks = ranks
         if self._is_in_step:
@@ -257,17 +254,26 @@ class Survival:
         if not self._is_in_step:
             self._passed = dict(self._settlement.passed)
 
+    def _own_report(self) -> RankReport:
+        is_new, passed = self._size == 0, dict(self._passed)
+        if not self._is_in_step:
+            return RankReport(Report(is_new, False, passed), (), self._identity)
+        report = Report(is_new, True, passed, self._number, self._can_repeat, self._discarded)
+        left = tuple(self._read_last_votes())
+        notes = {name: follower.note_of(self._number) for name, follower in self._living().items()}
+        return RankReport(report, left, self._identity, sum(passed.values()), notes)
+
     def end(self) -> None:
         """Ends what listens for the end of a world, before this rank leaves it."""
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
 
-    def last_votes(self) -> list[Any] | None:
-        """Returns what other ranks must know of this one at the end of its program, as JSON; None if there are none."""
+    def last_votes(self) -> LastVotes | None:
+        """Returns what other ranks must know of this one at the end of its program; None if there are none."""
         if self._size <= 1 or not self._passed:
             return None
-        return [list(self._passed.items()), list(self._discarded)]
+        return LastVotes(dict(self._passed), self._discarded)
 
     def note_removed(self) -> None:
         """Notes that this rank is removed from the job: it ends before the last step of the others."""
@@ -342,12 +348,12 @@ class Survival:
 
     def _tell_followers(self) -> None:
         gives_up = self._on_change is not None and self._newcomers > 0
-        notes, self._notes = self._notes, []
+        told, self._told = self._told, []
         for name, follower in self._living().items():
             if gives_up:
                 follower.begin_again(self._number)
-            elif not self._settlement.is_last and all(told and name in told[0][1] for told in notes):
-                follower.go_on([Note(passed, of_rank[name]) for ((passed, of_rank),) in notes])
+            elif not self._settlement.is_last and all(name in each.notes for each in told):
+                follower.go_on([Note(each.votes, each.notes[name]) for each in told])
 
     def go_on(self, error: CommunicationError, number: int | None, *, can_repeat: bool = True) -> Outcome:
         """Enters the world of the ranks that are left, in a step of the optimizer with this number.
@@ -418,18 +424,10 @@ class Survival:
         return self._settlement.must_restore
 
 
-def _read(report: Sequence[Any]) -> Report:
-    is_new, is_in_step, passed, (number, can_repeat, discarded, _, _), *_ = report
-    return Report(is_new, is_in_step, dict(passed), number, can_repeat, _steps(discarded))
-
-
-def _read_left(votes: Sequence[Any]) -> LastVotes:
-    passed, discarded = votes
-    return LastVotes(dict(passed), _steps(discarded))
-
-
-def _steps(told: Sequence[Sequence[int]]) -> frozenset[Step]:
-    return frozenset((number, step) for number, step in told)
+def _exchange(group: Group, own: RankReport) -> list[RankReport]:
+    what = "the reports of all ranks in hvd.init()"
+    told = group.all_gather_signed(encode(own), what, at_most_bytes=MAX_JSON_BYTES)
+    return [decode(RankReport, each) for each in told]
 
 
 def _store_client() -> StoreClient:

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from hvdlite_wire.assignments import RankAssignment
@@ -39,7 +38,7 @@ from ..log import log
 from ..outside_graphs import outside_graphs
 from ..rendezvous.given_place import GivenPlace
 from ..rendezvous.key_listener import KeyListener
-from ..rendezvous.last_votes import leave_last_votes, read_last_votes
+from ..rendezvous.last_votes import LastVotes, leave_last_votes, read_last_votes
 from ..rendezvous.launchers import read_elastic_worker
 from ..rendezvous.process_state import ProcessState
 from ..rendezvous.responder import respond
@@ -386,7 +385,7 @@ def _has_sets() -> bool:
     return _world is not None and _world.sets.has_any
 
 
-def _read_last_votes() -> list[Any]:
+def _read_last_votes() -> list[LastVotes]:
     client = _process.kept("store client")
     try:
         return [] if client is None else read_last_votes(client)

@@ -9,9 +9,9 @@ Encodes dataclasses as JSON, and decodes them strictly: the types of their field
     encode(Started(3, ("a",))) ── b'[3,["a"]]' ── decode(Started, …) ── Started(3, ("a",)), or a `MessageError`
 
 A dataclass is a list of its fields, in their order. Types may be those of JSON, None, `Any`, enums, literals, tuples,
-lists, mappings with keys that are str or int, dataclasses, NamedTuples, and each of them or None. ``Annotated[type,
-check]`` adds a check: a function that returns the value or another in its place, or raises a ValueError or TypeError.
-A `Family` is several dataclasses, each of which begins with its name. The functions that read a type are made once.
+lists, frozensets, mappings with keys that are str or int, dataclasses, NamedTuples, and each of them or None.
+``Annotated[type, check]`` adds a check: a function that returns the value or another in its place, or raises a
+ValueError or TypeError. A `Family` is several dataclasses, each of which begins with its name. The functions that read a type are made once.
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ def _reader_of(hint: Any) -> _Reader:  # noqa: PLR0911, PLR0912  # a case for ea
         return _all(tuple, _reader_of(arguments[0]))
     if origin is tuple:
         return _row(lambda *values: values, [_reader_of(each) for each in arguments])
+    if origin is frozenset:
+        return _all(frozenset, _reader_of(arguments[0]))
     if origin in (list, Sequence):
         return _all(list, _reader_of(arguments[0]))
     if origin in (dict, Mapping) and arguments == (str, Any):
@@ -211,6 +213,8 @@ def _written(value: Any) -> Any:
         return dict(value)
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, frozenset):
+        return list(value)
     return _values_of(cast(Hashable, type(value)))(value)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from local_store import local_agents
 
-from hvdlite.rendezvous.last_votes import leave_last_votes, read_last_votes
+from hvdlite.rendezvous.last_votes import LastVotes, leave_last_votes, read_last_votes
 from hvdlite.rendezvous.store_client import StoreClient
 
 
@@ -13,8 +13,8 @@ def test_all_that_was_left_is_read_in_every_generation(tmp_path, monkeypatch):
     with local_agents(tmp_path.relative_to(tmp_path)) as (agent,):
         one, other = StoreClient(agent.path), StoreClient(agent.path)
         assert read_last_votes(other) == []
-        leave_last_votes(one, [[[0, 7]], []])
-        assert read_last_votes(other) == [[[[0, 7]], []]]
+        leave_last_votes(one, LastVotes({0: 7}))
+        assert read_last_votes(other) == [LastVotes({0: 7})]
         agent.store.revoke(3, "a worker has ended")
-        leave_last_votes(other, [[[0, 7]], [[0, 6]]])
-        assert read_last_votes(one) == [[[[0, 7]], []], [[[0, 7]], [[0, 6]]]]
+        leave_last_votes(other, LastVotes({0: 7}, frozenset({(0, 6)})))
+        assert read_last_votes(one) == [LastVotes({0: 7}), LastVotes({0: 7}, frozenset({(0, 6)}))]

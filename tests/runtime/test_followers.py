@@ -7,10 +7,12 @@ from unittest.mock import Mock
 
 import pytest
 from hvdlite_wire.assignments import RankAssignment
+from hvdlite_wire.codec import decode, encode
 
 from hvdlite.errors import PeerLostError
+from hvdlite.rendezvous.last_votes import LastVotes
 from hvdlite.runtime import survival as module
-from hvdlite.runtime.survival import Note, Outcome, Survival
+from hvdlite.runtime.survival import Note, Outcome, RankReport, Survival
 
 
 class Noted:
@@ -40,13 +42,17 @@ def survival_that_hears(monkeypatch, other, newcomers=0):
     monkeypatch.setattr(module, "KeyListener", lambda *_: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(module, "StoreClient", SimpleNamespace(from_url=lambda _: Mock()))
     monkeypatch.setenv("HVDLITE_STORE", "unix:///nowhere")
-    group = SimpleNamespace(all_gather_json=lambda own, what: [own, other(own)], describe_rank=str)
+
+    def all_gather_signed(data, what, at_most_bytes):
+        return [data, encode(other(decode(RankReport, data)))]
+
+    group = SimpleNamespace(all_gather_signed=all_gather_signed, describe_rank=str)
     survival = Survival(lambda: survival.begin(group, RankAssignment(2, 0, 2, newcomers)), lambda *_: None)
     return survival
 
 
 def test_a_follower_gets_the_notes_of_all_ranks_and_the_votes(monkeypatch):
-    survival = survival_that_hears(monkeypatch, lambda own: [*own[:4], [8, own[4][1]]])
+    survival = survival_that_hears(monkeypatch, lambda own: own._replace(votes=8))
     noted = Noted()
     survival.follow(noted)
     survival.note_passed(4)
@@ -55,7 +61,7 @@ def test_a_follower_gets_the_notes_of_all_ranks_and_the_votes(monkeypatch):
 
 
 def test_one_that_other_ranks_lack_is_left_alone(monkeypatch):
-    survival = survival_that_hears(monkeypatch, lambda own: [*own[:4], [0, {"sampler#0": {"in": 1}}]])
+    survival = survival_that_hears(monkeypatch, lambda own: own._replace(notes={"sampler#0": {"in": 1}}))
     older, newer, stranger = Noted(), Noted(), Noted("other")
     for each in (older, newer, stranger):
         survival.follow(each)
@@ -65,8 +71,8 @@ def test_one_that_other_ranks_lack_is_left_alone(monkeypatch):
 
 def test_one_that_is_in_its_last_step_draws_nothing_more(monkeypatch):
     # The other rank has heard of one whose program has ended after this step.
-    left = [[[[4, 1]], []]]
-    survival = survival_that_hears(monkeypatch, lambda own: [*own[:3], [*own[3][:3], left, "1.1"], *own[4:]])
+    left = (LastVotes({4: 1}),)
+    survival = survival_that_hears(monkeypatch, lambda own: own._replace(left=left, identity="1.1"))
     noted = Noted()
     survival.follow(noted)
     assert survival.go_on(PeerLostError("lost"), 4) is Outcome.HAS_AVERAGES

@@ -13,11 +13,13 @@ from unittest.mock import Mock
 
 import pytest
 from hvdlite_wire.assignments import NewWorkerPolicy, RankAssignment
+from hvdlite_wire.codec import decode, encode
 from long_run import trials
 
 from hvdlite.errors import CommunicationError, PeerLostError
+from hvdlite.rendezvous.last_votes import LastVotes
 from hvdlite.runtime import survival as module
-from hvdlite.runtime.survival import LastVotes, Outcome, Report, Settlement, Survival, settle
+from hvdlite.runtime.survival import Outcome, RankReport, Report, Settlement, Survival, settle
 
 SIZE, MOST_DEATHS = 3, 2
 REPORTS, REDUCE, VOTE, LEFT, DEAD, DONE = "reports", "reduce", "vote", "left", "dead", "done"
@@ -40,19 +42,21 @@ class Reported(Exception):  # noqa: N818 - no error: it ends `begin` as soon as 
 def group_with(reports=None):
     """The group of a world in which the ranks report this; without it, one whose ranks never hear of each other."""
 
-    def all_gather_json(own, what):
+    def all_gather_signed(data, what, at_most_bytes):
+        own = decode(RankReport, data)
         if reports is None:
             raise Reported(own)
         assert own in reports
-        return reports
+        return [encode(each) for each in reports]
 
-    return SimpleNamespace(all_gather_json=all_gather_json, describe_rank=lambda rank: f"rank {rank}")
+    return SimpleNamespace(all_gather_signed=all_gather_signed, describe_rank=lambda rank: f"rank {rank}")
 
 
 def told(*, is_new=False, is_in_step=False, passed=(), can_repeat=True, discarded=(), left=(), identity="1.0"):
     """What a rank says in a new world, which is in a step of optimizer 0, if in any; by default of the tested one."""
-    of_step = [0 if is_in_step else None, can_repeat, list(discarded), list(left)]
-    return [is_new, is_in_step, list(passed), [*of_step, identity]]
+    number = 0 if is_in_step else None
+    report = Report(is_new, is_in_step, dict(passed), number, can_repeat, frozenset(discarded))
+    return RankReport(report, tuple(left), identity, sum(report.passed.values()) if is_in_step else 0)
 
 
 def enter(survival, size, reports=None, newcomers=0):
@@ -451,7 +455,7 @@ def test_averages_that_all_have_are_used_where_they_could_not_be_computed_again(
 
 
 def test_averages_are_used_that_a_rank_had_all_of_whose_program_has_ended_since(survival):
-    survival._read_last_votes = lambda: [[[[0, 1]], []]]
+    survival._read_last_votes = lambda: [LastVotes({0: 1})]
     entering(survival, [])._enter_again = lambda: enter(
         survival, 1, [told(is_in_step=True, left=survival._read_last_votes())]
     )
@@ -474,7 +478,7 @@ def test_a_step_is_the_last_one_if_a_program_has_ended_after_it():
 def test_only_ranks_that_were_in_steps_with_others_leave_votes_at_their_end(survival):
     assert survival.last_votes() is None
     survival.note_passed(0)
-    assert survival.last_votes() == [[(0, 1)], []]
+    assert survival.last_votes() == LastVotes({0: 1})
     entering(survival, [], size=1).go_on(PeerLostError("lost"), 0)
     assert survival.last_votes() is None
 

@@ -57,6 +57,7 @@ class Whole:
     stream: Literal["out", "err"] = "out"
     anything: Any = None
     doubled: Annotated[int, Between(0, 100), even] = 0
+    steps: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass
@@ -85,6 +86,7 @@ WHOLES = st.builds(
     st.sampled_from(["out", "err"]),
     JSON,
     st.integers(0, 50).map(lambda number: 2 * number),
+    st.frozensets(st.tuples(st.integers(), st.integers())),
 )
 
 
@@ -103,7 +105,22 @@ def test_any_json_is_a_value_or_an_error(value):
         assert json.loads(encode(found)) == value
 
 
-RIGHT = [True, None, 1.5, [[1]], [1, "a"], [["a", 0.5]], {"3": [1]}, {"a": 0.0}, 2, "red", "err", {"a": [1]}, 4]
+RIGHT = [
+    True,
+    None,
+    1.5,
+    [[1]],
+    [1, "a"],
+    [["a", 0.5]],
+    {"3": [1]},
+    {"a": 0.0},
+    2,
+    "red",
+    "err",
+    {"a": [1]},
+    4,
+    [[1, 2]],
+]
 WRONG = {
     0: [None, 1, "true"],
     1: [1, ["x"]],
@@ -117,6 +134,7 @@ WRONG = {
     9: ["blue", 0],
     10: ["in", None],
     12: [3, 102, -2, 10**4000],
+    13: [None, [1], [[1]], {"a": 1}],
 }
 
 
