@@ -11,7 +11,8 @@ Encodes dataclasses as JSON, and decodes them strictly: the types of their field
 A dataclass is a list of its fields, in their order. Types may be those of JSON, None, `Any`, enums, literals, tuples,
 lists, frozensets, mappings with keys that are str or int, dataclasses, NamedTuples, and each of them or None.
 ``Annotated[type, check]`` adds a check: a function that returns the value or another in its place, or raises a
-ValueError or TypeError. A `Family` is several dataclasses, each of which begins with its name. The functions that read a type are made once.
+ValueError or TypeError. A `Family` is several dataclasses, each of which begins with its name. The functions that read
+a type are made once.
 """
 
 from __future__ import annotations
