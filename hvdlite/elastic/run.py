@@ -16,6 +16,7 @@ from ..faults import point
 from ..log import log
 from ..ops.api import allreduce
 from ..outside_graphs import keep_outside_graphs
+from ..runtime.retry import Retry
 from ..runtime.world import (
     current_world,
     enter_again,
@@ -30,8 +31,8 @@ from .state import HostsUpdatedInterrupt, State
 
 Result = TypeVar("Result")
 
-# How often the same ranks go back to the same commit, before the error is raised.
-_ATTEMPTS = 3
+# How often the same ranks begin at the same commit.
+_TRIES = 3
 
 
 def run(func: Callable[..., Result]) -> Callable[..., Result]:
@@ -67,7 +68,7 @@ def run_fn(func: Callable[..., Result], reset: Callable[[], None]) -> Callable[.
         if is_reset:
             point("join")
             reset()
-        failures = _Failures()
+        retry, commits = Retry(_TRIES), -1
         while True:
             try:
                 # Before `listening`, which reports each change of hosts only once.
@@ -83,7 +84,11 @@ def run_fn(func: Callable[..., Result], reset: Callable[[], None]) -> Callable[.
                     tell_of_elastic_program()
                     return func(state, *args, **kwargs)
             except HvdliteError as error:
-                if not _is_recoverable(error) or failures.are_too_many(state):
+                assignment = current_world().assignment if _is_recoverable(error) else None
+                if state._commits != commits:
+                    commits = state._commits
+                    retry.begin_anew()
+                if assignment is None or not retry.failed(assignment.size, assignment.newcomers):
                     raise
                 if state._is_in_commit:
                     log.warning("elastic: going back to this commit, which loses nothing, since %s", error)
@@ -106,25 +111,6 @@ def run_fn(func: Callable[..., Result], reset: Callable[[], None]) -> Callable[.
                 needs_sync = True
 
     return call
-
-
-class _Failures:
-    """Counts the failures of the same ranks since the last commit."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._commits = -1
-        self._members = 0
-
-    def are_too_many(self, state: State) -> bool:
-        """Counts one more failure; true if it is the third of the same ranks from the same commit on."""
-        world = current_world()
-        has_newcomers = world.assignment is not None and world.assignment.newcomers > 0
-        if has_newcomers or world.topology.size != self._members or state._commits != self._commits:
-            self._count = 0
-        self._members, self._commits = world.topology.size, state._commits
-        self._count += 1
-        return self._count >= _ATTEMPTS
 
 
 def _is_recoverable(error: HvdliteError) -> bool:

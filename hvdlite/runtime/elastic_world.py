@@ -39,13 +39,14 @@ from ..signing import Signer
 from .connect_ranks import LauncherEnd, connect_all, store_client
 from .make_world import InitCall, World
 from .process_set_registry import Registry
+from .retry import Retry
 
 # How long the ranks of an elastic job's generation may take to connect. All have called init when it is published.
 _GENERATION_LIMIT = timedelta(seconds=30)
 
 # How often the same ranks of an elastic job try to connect before the error is raised: as often as hvdlite-run lets
 # them (`elastic.refused_links`), which gives up hosts that refuse connections.
-_ATTEMPTS = 5
+_TRIES = 5
 
 
 def connect_elastic(worker: ElasticWorker, call: InitCall) -> World:
@@ -67,7 +68,7 @@ def connect_elastic(worker: ElasticWorker, call: InitCall) -> World:
         point("init")
     if may_stand_by and (program := find_program(launcher.client)) is not None:
         return _stand_by(program, worker, call)
-    failed_attempts, failed_size = 0, 0
+    retry = Retry(_TRIES)
     while True:
         if (memory := process.kept("shared memory")) is not None:
             # Once all have asked for a rank, others may use memory again that this process has written to.
@@ -88,13 +89,10 @@ def connect_elastic(worker: ElasticWorker, call: InitCall) -> World:
         process.generation, process.assignment = assignment.generation, assignment
         # The ranks of the first generation begin the training, with what their programs have made.
         process.has_state |= assignment.generation == 1
-        if assignment.newcomers or assignment.size != failed_size:
-            failed_attempts = 0
         try:
             return _connect(worker, assignment, launcher, call)
         except CommunicationError as error:
-            failed_attempts, failed_size = failed_attempts + 1, assignment.size
-            if failed_attempts == _ATTEMPTS:
+            if not retry.failed(assignment.size, assignment.newcomers):
                 raise
             log.info("the ranks of generation %d could not connect, and try again: %s", assignment.generation, error)
 

@@ -43,10 +43,10 @@ from ..log import log
 from ..rendezvous.key_listener import KeyListener
 from ..rendezvous.last_votes import LastVotes, Step
 from ..rendezvous.store_client import StoreClient
+from .retry import Retry
 
-# How often the same ranks try the same step, before the error is raised.
-_ATTEMPTS = 3
-
+# How often the same ranks try the same step: three times after it has failed once.
+_TRIES = 4
 
 class Report(NamedTuple):
     """What a rank says of itself in a new world.
@@ -201,7 +201,7 @@ class Survival:
         self._assignment: RankAssignment | None = None
         self._newcomers = 0
         self._size = 0
-        self._attempts = 0
+        self._retry = Retry(_TRIES)
         self._listener: KeyListener | None = None
         self._on_change: Callable[[int], None] | None = None
         self._has_warned = False
@@ -300,7 +300,7 @@ class Survival:
     def note_passed(self, number: int) -> None:
         """Notes that all ranks have all averages of a step of the optimizer with this number."""
         self._passed[number] = self._passed.get(number, 0) + 1
-        self._attempts = 0
+        self._retry.begin_anew()
         for follower in self._living().values():
             follower.note_vote(number)
 
@@ -314,7 +314,7 @@ class Survival:
         ``what`` names it, and ``why`` says what cannot average its gradients again.
         """
         self._passed[number] = self._passed.get(number, 0) + 1
-        self._attempts = 0
+        self._retry.begin_anew()
         followers = self._living().values()
         for follower in followers:
             follower.note_discarded(number)
@@ -362,8 +362,7 @@ class Survival:
         ``error`` if the same ranks have failed several times, and a CommunicationError if others go back to a commit.
         """
         before, size = 0 if number is None else self._passed.get(number, 0), self._size
-        self._attempts += 1
-        if self._attempts > _ATTEMPTS:
+        if not self._retry.failed(size, self._newcomers):
             raise error
         log.warning("survive: a rank was lost within a step, and the others go on: %s", error)
         self._is_in_step, self._number, self._can_repeat = True, number, can_repeat
@@ -374,8 +373,6 @@ class Survival:
             self._enter_again()
         finally:
             self._is_in_step = False
-        if self._size != size:
-            self._attempts = 1
         if self._settlement.must_restore:
             raise CommunicationError(
                 f"a rank was lost, and others go back to their last commit instead of this step ({error})"

@@ -53,6 +53,7 @@ from .exchanged import Exchanged
 from .hang_report import HangReporter
 from .make_world import World
 from .process_set import ProcessSet, check_first_sets
+from .retry import Retry
 from .survival import Survival
 from .tracebacks import remove_hooks, shorten_tracebacks
 
@@ -62,7 +63,7 @@ _NOT_ELASTIC = (
 )
 
 # How often the same ranks of an elastic job try to begin a world.
-_ATTEMPTS = 3
+_TRIES = 3
 
 # How long the end of the program waits for objects that the garbage collector has found to be closed.
 _CLOSING_S = 5.0
@@ -168,7 +169,7 @@ def _init(
     # The state of a process, like what `_process` keeps.
     survival = _process.keep("survival", None, lambda: Survival(enter_again, revoke, _has_sets, _read_last_votes))
     _process.newcomers = survival.newcomers
-    attempts, size = 0, 0
+    retry = Retry(_TRIES)
     while True:
         try:
             _world = enter(timeout, environment, _process)
@@ -178,11 +179,9 @@ def _init(
         except WorkerRemovedError:
             survival.note_removed()
             raise
-        has_newcomers = _world.assignment is not None and _world.assignment.newcomers > 0
-        attempts = 1 if has_newcomers or _world.topology.size != size else attempts + 1
-        size = _world.topology.size
+        assignment = _world.assignment
         try:
-            if _world.environment.survive and (assignment := _world.assignment) is not None:
+            if _world.environment.survive and assignment is not None:
                 _world = replace(_world, survival=survival)
                 if not _world.stands_by:
                     survival.begin(_world.group, assignment)
@@ -190,9 +189,12 @@ def _init(
                 _world.sets.add(process_set)
         except BaseException as error:
             # In an elastic job a rank may be lost here, too: then there will be another generation.
-            is_final = _world.assignment is None or not isinstance(error, CommunicationError) or attempts == _ATTEMPTS
             shutdown()
-            if is_final:
+            if (
+                assignment is None
+                or not isinstance(error, CommunicationError)
+                or not retry.failed(assignment.size, assignment.newcomers)
+            ):
                 raise
         else:
             return

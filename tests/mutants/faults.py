@@ -218,9 +218,16 @@ _RUNTIME = [
     Mutant(
         "a step is tried once less",
         "hvdlite/runtime/survival.py",
-        "if self._attempts > _ATTEMPTS:",
-        "if self._attempts >= _ATTEMPTS:",
+        "_TRIES = 4",
+        "_TRIES = 3",
         ("tests/runtime/test_survival.py::test_the_same_ranks_try_a_step_three_times",),
+    ),
+    Mutant(
+        "a worker that dies over and over takes the tries of the others",
+        "hvdlite/runtime/retry.py",
+        "if newcomers or size != self._size:",
+        "if size != self._size:",
+        ("tests/runtime/test_retry.py::test_a_worker_that_dies_over_and_over_takes_no_try_of_the_others",),
     ),
     Mutant(
         "a rank stays in a step whose end failed",

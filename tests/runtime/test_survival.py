@@ -565,6 +565,12 @@ def test_the_same_ranks_try_a_step_three_times(survival):
     assert raised.value is error
 
 
+def test_a_worker_that_dies_in_each_step_and_is_replaced_each_time_ends_no_step_of_the_others(survival):
+    with survival.calling(lambda _: None):
+        for _ in range(10):
+            entering(survival, [], size=3, newcomers=1).go_on(PeerLostError("lost"), 0)
+
+
 def test_other_ranks_try_a_step_anew(survival):
     for size in (3, 3, 2, 2, 1):
         entering(survival, [], size=size).go_on(PeerLostError("lost"), 0)
