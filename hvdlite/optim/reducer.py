@@ -35,12 +35,12 @@ from ..faults import point
 from ..outside_graphs import keep_outside_graphs
 from ..steps.step import Arrived, Step
 from ..steps.step_choice import step_of
-from ..steps.step_state import UNDER_WAY, Phase, StepState
+from ..steps.step_state import UNDER_WAY, StepPhase, StepState
 from ..steps.step_world import Added, Buffers, CarriedOver, first_gpu
 from .opening import EnginePlan
 from .own_engine import Connection, OwnEngine, step_world
 from .param_hooks import GradientListener, ParamHooks
-from .surplus import Pending, SurplusGradients
+from .surplus import PendingKind, SurplusGradients
 from .tuning import Tuning
 
 # Returns autograd's number of the current backward pass. A global, since it is called for every gradient.
@@ -288,7 +288,7 @@ class Reducer(GradientListener):
         if self.state.has_ended:
             return
         with self._world.clock.waiting():
-            if self.state.phase is Phase.IDLE:
+            if self.state.phase is StepPhase.IDLE:
                 self.begin_step()
             self.step.finish(update, arrived)
             point("voted")
@@ -302,7 +302,7 @@ class Reducer(GradientListener):
         """
         self.follow_world()
         pending = self.surplus.pending(action, way_out)
-        self._leave_step(drops=pending is not Pending.NOTHING)
+        self._leave_step(drops=pending is not PendingKind.NOTHING)
 
     def settle(self, action: str, way_out: str) -> None:
         """Does as `require_nothing_pending` for an action that leaves gradients where they are.
@@ -312,14 +312,14 @@ class Reducer(GradientListener):
         """
         self.follow_world()
         agreed = self.surplus.agreed(self.engine.ranks, action, way_out)
-        if agreed is Pending.SURPLUS:
+        if agreed is PendingKind.SURPLUS:
             self.synchronize()
             # Some ranks may run another pass before the step, and others not: all come to it alike.
             self.state.forget_averages()
             return
-        if agreed is Pending.DROPPED and not self.state.is_in_step:
+        if agreed is PendingKind.DROPPED and not self.state.is_in_step:
             self.begin_step()
-        self._leave_step(drops=agreed is Pending.DROPPED)
+        self._leave_step(drops=agreed is PendingKind.DROPPED)
 
     def _leave_step(self, *, drops: bool) -> None:
         """Ends a step that has no complete gradients, or of which all ranks drop them."""

@@ -30,7 +30,7 @@ from ..steps.step_state import too_many_passes
 from ..steps.step_world import StepWorld
 
 
-class Pending(enum.Enum):
+class PendingKind(enum.Enum):
     """The complete gradients of a rank that are not synchronized."""
 
     NOTHING = 0
@@ -122,46 +122,46 @@ class SurplusGradients:
 
     # -- the program drops gradients, or changes what has them
 
-    def pending(self, action: str, way_out: str) -> Pending:
+    def pending(self, action: str, way_out: str) -> PendingKind:
         """Returns which gradients an action would lose. Raises GradientError if they are the program's own.
 
         ``action`` and ``way_out`` are parts of the message.
         """
         found = self._found()
-        if found is Pending.OWN:
+        if found is PendingKind.OWN:
             raise self._own_are_pending(action, way_out)
         return found
 
-    def agreed(self, ranks: Group, action: str, way_out: str) -> Pending:
+    def agreed(self, ranks: Group, action: str, way_out: str) -> PendingKind:
         """Returns what all ranks do with theirs: nothing, average them, or drop them. Every rank must call it.
 
         It waits for all. Raises GradientError on all ranks if one has others pending.
         """
         own = self._found()
         everyone = compare(ranks, own.value, "looking for gradients that are being averaged")
-        found = [own] if everyone is None else [Pending(value) for value in everyone]
-        if own is Pending.OWN:
+        found = [own] if everyone is None else [PendingKind(value) for value in everyone]
+        if own is PendingKind.OWN:
             raise self._own_are_pending(action, way_out)
-        if Pending.OWN in found:
-            rank = ranks.describe_rank(found.index(Pending.OWN))
+        if PendingKind.OWN in found:
+            rank = ranks.describe_rank(found.index(PendingKind.OWN))
             raise GradientError(f"{action} while gradients of {rank} are being averaged: {way_out} on every rank")
-        if Pending.PARTLY_DROPPED in found or {Pending.SURPLUS, Pending.DROPPED} <= set(found):
+        if PendingKind.PARTLY_DROPPED in found or {PendingKind.SURPLUS, PendingKind.DROPPED} <= set(found):
             raise GradientError(
                 f"{action} after some gradients of {self._optimizer} that another optimizer's backward pass had "
                 "left there were dropped, and others not: call zero_grad() on every rank before"
             )
-        return next((each for each in found if each is not Pending.NOTHING), Pending.NOTHING)
+        return next((each for each in found if each is not PendingKind.NOTHING), PendingKind.NOTHING)
 
-    def _found(self) -> Pending:
+    def _found(self) -> PendingKind:
         ready = self._step.plan.layout.ready() if self._state.is_in_step else []
         if not ready:
-            return Pending.NOTHING
+            return PendingKind.NOTHING
         if not self._is_all:
-            return Pending.OWN
+            return PendingKind.OWN
         kept = self._kept_of(ready)
         if not kept:
-            return Pending.DROPPED
-        return Pending.SURPLUS if len(kept) == len(ready) else Pending.PARTLY_DROPPED
+            return PendingKind.DROPPED
+        return PendingKind.SURPLUS if len(kept) == len(ready) else PendingKind.PARTLY_DROPPED
 
     def _own_are_pending(self, action: str, way_out: str) -> GradientError:
         name = self._step.plan.layout.ready()[0].name

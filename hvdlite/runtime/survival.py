@@ -48,6 +48,7 @@ from .retry import Retry
 # How often the same ranks try the same step: three times after it has failed once.
 _TRIES = 4
 
+
 class Report(NamedTuple):
     """What a rank says of itself in a new world.
 

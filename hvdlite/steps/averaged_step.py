@@ -27,7 +27,7 @@ from ..ops.failures import raise_together
 from .gradient_plan import GradientPlan
 from .kept_gradients import KeptGradients
 from .step import Arrived, refuse_state
-from .step_state import Phase
+from .step_state import StepPhase
 from .step_world import Added, CarriedOver, StepWorld
 
 
@@ -101,7 +101,7 @@ class AveragedStep:
         has_several = self._world.reducers.has_several
         self.plan.changes.begin(may_be_taken_back=self._always_takes_back or has_several)
         self._is_provisional = self._world.engine.links is None
-        self._state.phase = Phase.COLLECTING
+        self._state.phase = StepPhase.COLLECTING
         self.plan.layout.expect()
         self.plan.queue.begin(self.plan.layout.buckets, holds_last=has_several)
 
@@ -113,7 +113,7 @@ class AveragedStep:
 
     def spoil(self) -> None:
         """Gives up the step's averages."""
-        self._state.phase = Phase.SPOILT
+        self._state.phase = StepPhase.SPOILT
         self.plan.layout.give_up()
 
     # -- the end of a step
@@ -132,7 +132,7 @@ class AveragedStep:
         state, layout = self._state, self.plan.layout
         try:
             with self._world.trace.synchronizing():
-                if state.phase is Phase.SPOILT:
+                if state.phase is StepPhase.SPOILT:
                     self._finish_buckets(None, None)
                 elif self._is_provisional and (changed := layout.allow_change()) is not None:
                     # In any other step the buckets would be sent by now. Send them, so that no other rank hangs.
@@ -144,8 +144,8 @@ class AveragedStep:
         finally:
             self.end()
             self.plan.weights.end_step()
-        if state.phase is Phase.IDLE:
-            state.phase = Phase.AVERAGED
+        if state.phase is StepPhase.IDLE:
+            state.phase = StepPhase.AVERAGED
 
     def _finish_buckets(self, update: Arrived | None, arrived: Arrived | None) -> None:
         world, plan = self._world, self.plan
@@ -271,7 +271,7 @@ class AveragedStep:
         """Raises GradientError, on all ranks, if some have dropped gradients which others averaged with their own."""
         if not self.plan.queue.is_dropped_by_some:
             return
-        self._state.phase = Phase.SPOILT
+        self._state.phase = StepPhase.SPOILT
         raise GradientError(
             f"some ranks have dropped gradients of {self._world.trace.optimizer} that another optimizer's backward "
             "pass had left there, as a GAN's generator does in its discriminator, and others had none to drop: "

@@ -27,7 +27,7 @@ from ..buckets.weights import Weights
 from ..comm.engine import Engine, HasMemory
 from ..control.reducer_registry import Progress
 from ..exchanges.sparse_gather import SparseParameters
-from .step_state import Phase
+from .step_state import StepPhase
 from .step_world import Added, Buffers, CarriedOver, StepWorld
 
 
@@ -107,7 +107,7 @@ class GradientPlan:
         # Read while other threads may change it: a report may be a gradient late.
         trace, phase, waiting = self._world.trace, self._world.state.phase, self.queue.not_sent()
         buckets = sum(not bucket.asleep for bucket in self.layout.buckets)
-        if phase is Phase.IDLE:
+        if phase is StepPhase.IDLE:
             # Those of the step before have all been sent.
             return Progress(trace.optimizer, trace.step, phase.value, buckets, 0, ())
         missing = () if not waiting else tuple(waiting[0].missing_names())

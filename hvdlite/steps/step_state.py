@@ -18,7 +18,7 @@ from ..buckets.weights import WeightState
 from ..errors import GradientError
 
 
-class Phase(enum.Enum):
+class StepPhase(enum.Enum):
     """The phase of a step."""
 
     IDLE = "no gradient of this step has arrived"
@@ -30,15 +30,15 @@ class Phase(enum.Enum):
 
 
 # The phases in which a step is in progress. A global, since it is read for every gradient.
-UNDER_WAY = (Phase.COLLECTING, Phase.SPOILT)
+UNDER_WAY = (StepPhase.COLLECTING, StepPhase.SPOILT)
 
-_ENDED = (Phase.AVERAGED, Phase.DROPPED, Phase.DISCARDED)
+_ENDED = (StepPhase.AVERAGED, StepPhase.DROPPED, StepPhase.DISCARDED)
 
 
 class StepMark(NamedTuple):
     """What a step is besides its gradients, to begin it again or end it in another world."""
 
-    phase: Phase
+    phase: StepPhase
     # Autograd's numbers of its backward passes.
     backwards: frozenset[int]
     weights: WeightState
@@ -50,7 +50,7 @@ class StepState:
     def __init__(self, passes_per_step: int) -> None:
         self.passes_per_step = passes_per_step
         """How many backward passes add to a gradient before it is averaged."""
-        self.phase = Phase.IDLE
+        self.phase = StepPhase.IDLE
         self.backwards: set[int] = set()
         """Autograd's numbers of the backward passes since the last step, those under `accumulating` among them."""
         self.is_accumulating = False
@@ -69,7 +69,7 @@ class StepState:
     @property
     def is_discarded(self) -> bool:
         """Whether a rank was lost in this step, and no rank uses it. The gradients are zeros then."""
-        return self.phase is Phase.DISCARDED
+        return self.phase is StepPhase.DISCARDED
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -82,23 +82,23 @@ class StepState:
 
     def end(self) -> None:
         """Ends or gives up the exchange of gradients."""
-        self.phase = Phase.DROPPED if self.phase is Phase.SPOILT else Phase.IDLE
+        self.phase = StepPhase.DROPPED if self.phase is StepPhase.SPOILT else StepPhase.IDLE
 
     def clear(self) -> None:
         """Forgets the step, and begins the next one."""
-        self.phase = Phase.IDLE
+        self.phase = StepPhase.IDLE
         self.backwards.clear()
 
     def forget_averages(self) -> None:
         """Begins the next step, where the averages of the last are there and the program has not used them."""
-        if self.phase in (Phase.AVERAGED, Phase.DISCARDED):
+        if self.phase in (StepPhase.AVERAGED, StepPhase.DISCARDED):
             self.clear()
 
     def stepped(self) -> None:
         """Begins the next step, since the optimizer has used the gradients of the last."""
         self.backwards.clear()
         if self.has_ended:
-            self.phase = Phase.IDLE
+            self.phase = StepPhase.IDLE
 
     def mark(self, weights: WeightState) -> StepMark:
         """Returns what the step is, with its ``weights``."""
@@ -106,7 +106,7 @@ class StepState:
 
     def require_sound(self) -> None:
         """Raises GradientError if too many backward passes have spoilt the gradients, until `zero_grad` drops them."""
-        if self.phase in (Phase.SPOILT, Phase.DROPPED):
+        if self.phase in (StepPhase.SPOILT, StepPhase.DROPPED):
             raise GradientError(
                 "step() was called after gradients were computed more than backward_passes_per_step times, which has "
                 "spoilt them: call optimizer.synchronize() and optimizer.zero_grad() on every rank to drop them"

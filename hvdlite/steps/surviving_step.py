@@ -31,7 +31,7 @@ from ..runtime.survival import Outcome, Survival
 from .averaged_step import AveragedStep
 from .kept_gradients import KeptGradients
 from .step import Arrived, Owner
-from .step_state import Phase, StepMark
+from .step_state import StepMark, StepPhase
 from .step_world import Added, Buffers, CarriedOver, KnownLosses, StepWorld
 
 
@@ -267,7 +267,7 @@ class SurvivingStep:
         self._owner.begin_step()
         kept.put_back(step.plan.layout.states.values())
         self._world.state.phase = mark.phase
-        if mark.phase is Phase.SPOILT:
+        if mark.phase is StepPhase.SPOILT:
             step.plan.layout.give_up()
         step.kept = kept
         return step
@@ -284,7 +284,7 @@ class SurvivingStep:
         state = self._world.state
         if state.is_in_step:
             step.leave()
-        state.phase = Phase.DROPPED if mark.phase is Phase.SPOILT else Phase.DISCARDED
+        state.phase = StepPhase.DROPPED if mark.phase is StepPhase.SPOILT else StepPhase.DISCARDED
         step.plan.weights.state = mark.weights
         step.plan.weights.end_step()
 

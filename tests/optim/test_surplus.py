@@ -10,8 +10,8 @@ import torch
 
 import hvdlite as hvd
 from hvdlite.control.reducer_registry import ReducerRegistry
-from hvdlite.optim.surplus import Pending, SurplusGradients
-from hvdlite.steps.step_state import Phase, StepState
+from hvdlite.optim.surplus import PendingKind, SurplusGradients
+from hvdlite.steps.step_state import StepPhase, StepState
 
 
 def surplus_of(gradients: str, *, backwards: tuple[int, ...], used: tuple[int, ...] = (1, 2)) -> SurplusGradients:
@@ -21,7 +21,7 @@ def surplus_of(gradients: str, *, backwards: tuple[int, ...], used: tuple[int, .
     """
     state = StepState(1)
     state.backwards.update(backwards)
-    state.phase = Phase.COLLECTING if backwards else Phase.IDLE
+    state.phase = StepPhase.COLLECTING if backwards else StepPhase.IDLE
     states = {}
     for number, what in enumerate(gradients):
         held = torch.zeros(1)
@@ -47,11 +47,11 @@ def surplus_of(gradients: str, *, backwards: tuple[int, ...], used: tuple[int, .
 @pytest.mark.parametrize(
     ("gradients", "backwards", "found"),
     [
-        ("", (), Pending.NOTHING),
-        ("kk", (1,), Pending.SURPLUS),
-        ("kk", (1, 2), Pending.SURPLUS),
-        ("dd", (1,), Pending.DROPPED),
-        ("kd", (1,), Pending.PARTLY_DROPPED),
+        ("", (), PendingKind.NOTHING),
+        ("kk", (1,), PendingKind.SURPLUS),
+        ("kk", (1, 2), PendingKind.SURPLUS),
+        ("dd", (1,), PendingKind.DROPPED),
+        ("kd", (1,), PendingKind.PARTLY_DROPPED),
     ],
 )
 def test_gradients_are_surplus_if_other_optimizers_have_used_all_passes_of_the_step(gradients, backwards, found):

@@ -6,10 +6,10 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite.buckets.weights import WeightState
-from hvdlite.steps.step_state import Phase, StepState
+from hvdlite.steps.step_state import StepPhase, StepState
 
 
-def state_in(phase: Phase, *backwards: int) -> StepState:
+def state_in(phase: StepPhase, *backwards: int) -> StepState:
     state = StepState(1)
     state.phase = phase
     state.backwards.update(backwards)
@@ -19,12 +19,12 @@ def state_in(phase: Phase, *backwards: int) -> StepState:
 @pytest.mark.parametrize(
     ("phase", "is_in_step", "has_ended"),
     [
-        (Phase.IDLE, False, False),
-        (Phase.COLLECTING, True, False),
-        (Phase.SPOILT, True, False),
-        (Phase.AVERAGED, False, True),
-        (Phase.DROPPED, False, True),
-        (Phase.DISCARDED, False, True),
+        (StepPhase.IDLE, False, False),
+        (StepPhase.COLLECTING, True, False),
+        (StepPhase.SPOILT, True, False),
+        (StepPhase.AVERAGED, False, True),
+        (StepPhase.DROPPED, False, True),
+        (StepPhase.DISCARDED, False, True),
     ],
 )
 def test_a_step_is_under_way_until_its_averages_are_there_or_dropped(phase, is_in_step, has_ended):
@@ -32,42 +32,44 @@ def test_a_step_is_under_way_until_its_averages_are_there_or_dropped(phase, is_i
     assert (state.is_in_step, state.has_ended) == (is_in_step, has_ended)
 
 
-@pytest.mark.parametrize(("phase", "after"), [(Phase.COLLECTING, Phase.IDLE), (Phase.SPOILT, Phase.DROPPED)])
+@pytest.mark.parametrize(
+    ("phase", "after"), [(StepPhase.COLLECTING, StepPhase.IDLE), (StepPhase.SPOILT, StepPhase.DROPPED)]
+)
 def test_a_spoilt_step_stays_unusable_when_it_has_ended(phase, after):
     state = state_in(phase, 7)
     state.end()
     assert (state.phase, state.backwards) == (after, {7})
 
 
-@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("phase", StepPhase)
 def test_the_optimizers_own_step_begins_the_next_one(phase):
     state = state_in(phase, 7)
     state.stepped()
-    assert state.phase is (phase if state.is_in_step else Phase.IDLE)
+    assert state.phase is (phase if state.is_in_step else StepPhase.IDLE)
     assert not state.backwards
 
 
-@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("phase", StepPhase)
 def test_only_averages_that_the_program_has_not_used_are_forgotten(phase):
     state = state_in(phase, 7)
     state.forget_averages()
-    if phase in (Phase.AVERAGED, Phase.DISCARDED):
-        assert (state.phase, state.backwards) == (Phase.IDLE, set())
+    if phase in (StepPhase.AVERAGED, StepPhase.DISCARDED):
+        assert (state.phase, state.backwards) == (StepPhase.IDLE, set())
     else:
         assert (state.phase, state.backwards) == (phase, {7})
 
 
 def test_a_mark_stays_as_the_step_was():
-    state = state_in(Phase.COLLECTING, 7)
+    state = state_in(StepPhase.COLLECTING, 7)
     mark = state.mark(WeightState(reference=2.0))
     state.clear()
-    assert mark == (Phase.COLLECTING, frozenset({7}), WeightState(reference=2.0))
+    assert mark == (StepPhase.COLLECTING, frozenset({7}), WeightState(reference=2.0))
 
 
-@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("phase", StepPhase)
 def test_gradients_of_a_spoilt_step_are_an_error_for_the_optimizer(phase):
     state = state_in(phase)
-    if phase in (Phase.SPOILT, Phase.DROPPED):
+    if phase in (StepPhase.SPOILT, StepPhase.DROPPED):
         with pytest.raises(hvd.GradientError, match=r"more than backward_passes_per_step times"):
             state.require_sound()
     else:
