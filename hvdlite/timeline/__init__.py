@@ -6,5 +6,5 @@ in `comm.recorder`.
 
 Modules import only what stands before them:
 
-    clocks < parts < destination < session
+    parts < destination < session
 """

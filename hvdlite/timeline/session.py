@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
+from collections.abc import Callable
 
 from ..comm.group import Group
 from ..comm.recorder import Recorder, Recording
@@ -22,7 +23,6 @@ from ..control.handle import Handle
 from ..control.operation import Kind, Operation
 from ..log import log
 from . import parts
-from .clocks import clock_ahead_ns
 from .destination import destination_at, shown_path
 
 
@@ -31,6 +31,7 @@ class NotWrittenError(OSError):
 
 
 _LAST_WAIT_S = 5.0
+_CLOCK_ROUNDS = 10
 _START, _STOP = "start_timeline", "stop_timeline"
 
 
@@ -160,3 +161,29 @@ def _gather(group: Group, data: bytes) -> list[bytes]:
         if group.rank == 0:
             result.append(zlib.decompress(received))
     return result
+
+
+def clock_ahead_ns(group: Group, what: str, now_ns: Callable[[], int] = time.monotonic_ns) -> int:
+    """Returns how far this rank's clock is ahead of the clock of the group's first rank.
+
+    The ranks all-gather their times, a few rounds. The shortest interval between two ranks, in each direction, bounds
+    the difference of their clocks. On one host all processes read the same clock; between hosts `time.monotonic_ns`
+    has arbitrary origins.
+
+    It is 0 if the measurement allows that. Every rank must call it. The error is at most half of a round trip.
+    """
+    # shortest[i] is the shortest time from sending on rank i, by its clock, to receiving here, by ours. It is the
+    # difference between the clocks plus the transfer time.
+    shortest: list[int] = []
+    for _ in range(_CLOCK_ROUNDS):
+        sent = group.all_gather_json(now_ns(), what)
+        received = now_ns()
+        took = [received - time_ns for time_ns in sent]
+        shortest = [min(pair) for pair in zip(shortest or took, took, strict=True)]
+    of_all = group.all_gather_json(shortest, what)
+    return between(-of_all[0][group.rank], of_all[group.rank][0])
+
+
+def between(at_least: int, at_most: int) -> int:
+    """Returns 0 if it is in the range, else the middle."""
+    return 0 if at_least <= 0 <= at_most else (at_least + at_most) // 2

@@ -5,5 +5,5 @@ The process of a worker: programs in forked processes, and functions that `hvdli
 
 Modules import only what stands before them:
 
-    process_words < forked_program < fork_server < run_in_workers < worker_main
+    forked_program < fork_server < run_in_workers < worker_main
 """

@@ -14,20 +14,23 @@ import ctypes
 import importlib.machinery
 import importlib.util
 import logging
+import mmap
 import os
 import re
 import runpy
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from . import process_words
+from hvdlite_wire.processes import stat_of
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14
+# Where proc(5) counts the fields of /proc/PID/stat from 1: the places that stay as they are.
+_CODE, _DATA, _HEAP, _STACK = (26, 27), (45, 46), 47, 28
 # Variables that libraries read when they are loaded. A program that names one of them may want to set it before it
 # imports torch, which has no effect here.
 _READ_ON_LOAD = re.compile(
@@ -104,7 +107,38 @@ def prepare(program: Program, environment: Mapping[str, str], stdout: int, stder
         del os.environ[name]
     os.environ.update(own)
     _begin_anew()
-    process_words.show(program.words, os.environ)
+    show_words(program.words, os.environ)
+
+
+_shown: list[mmap.mmap] = []  # the system reads this memory whenever somebody asks
+
+
+def show_words(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Shows this command line and environment in ``ps`` and /proc/PID, and not those of the process it is a copy of.
+
+    Only where the kernel is built for that (CONFIG_CHECKPOINT_RESTORE); else it does nothing.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    command = b"".join(os.fsencode(word) + b"\0" for word in words)
+    variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    memory = mmap.mmap(-1, len(command) + len(variables) + 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(command + variables)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    middle, end = begin + len(command), begin + len(command) + len(variables)
+    if (stat := stat_of("self")) is None:
+        return
+    libc = ctypes.CDLL(None)
+    libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
+    kept = [stat[place] for place in (*_CODE, *_DATA, _HEAP)]
+    heap_end, stack = libc.sbrk(0), stat[_STACK]
+    no_auxiliary, no_executable = 0, 0xFFFFFFFF << 32
+    map_of_memory = (ctypes.c_uint64 * 13)(
+        *kept, heap_end, stack, begin, middle, middle, end, no_auxiliary, no_executable
+    )
+    size = ctypes.c_ulong(ctypes.sizeof(map_of_memory))
+    if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(map_of_memory), size, 0) == 0:
+        _shown[:] = [memory]
 
 
 def wait_until_wanted(go: int) -> None:

@@ -46,7 +46,7 @@ from hvdlite_launcher.system import process_tree
 from hvdlite_launcher.wire.messages import StartJob
 
 import hvdlite
-from hvdlite.worker import fork_server, forked_program, process_words
+from hvdlite.worker import fork_server, forked_program
 
 _ANSWER_BYTES = 64
 _HOOK = os.path.join(os.path.dirname(os.path.abspath(start_workers.__file__)), "path")
@@ -201,7 +201,7 @@ def _become(request: Mapping[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     tempfile.tempdir = None
-    process_words.show(request["words"], os.environ)
+    forked_program.show_words(request["words"], os.environ)
 
 
 # ---------------------------------------------------------- the agent's process
@@ -297,7 +297,7 @@ def _forked(
 def _wait_for_program(connection: socket.socket, agent: int) -> forked_program.Program:
     """Forks a worker for each request of the agent; returns its program, in the worker."""
     os.setsid()
-    process_words.show(["fork source"], os.environ)
+    forked_program.show_words(["fork source"], os.environ)
     ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != agent:
         os._exit(1)

@@ -29,8 +29,8 @@ from hvdlite.control.operation import ALLREDUCE, Operation
 from hvdlite.runtime.world import current_world
 from hvdlite.timeline import parts
 from hvdlite.timeline import session as timeline
-from hvdlite.timeline.clocks import between, clock_ahead_ns
 from hvdlite.timeline.destination import FilePerRank, OneFile, shown_path
+from hvdlite.timeline.session import between, clock_ahead_ns
 
 STEPS, BUCKETS = 3, 2
 MODEL = nn.Linear(4, 2)
