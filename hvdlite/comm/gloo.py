@@ -204,6 +204,7 @@ def _interfaces() -> list[str]:
 
 def _make_device(interface: str, connections: Connections) -> dist.ProcessGroupGloo.Device:
     """Returns a new gloo device, whose event loop is added to ``connections``."""
+    is_any_found = False
     for _ in range(_DEVICE_ATTEMPTS):
         before = _listeners()
         if interface:
@@ -216,6 +217,14 @@ def _make_device(interface: str, connections: Connections) -> dist.ProcessGroupG
         if len(new) == 1:
             connections.loops.update({loop: inode for inode, loop in new.items()})
             return device
+        is_any_found = is_any_found or bool(new)
+    if not is_any_found:
+        raise CommunicationError(
+            f"hvdlite does not find the socket on which gloo of torch {torch.__version__} listens, in "
+            "/proc/self/fdinfo: so it cannot prove that connections lead to ranks of this job, end waits for a lost "
+            "rank, or see that a network is cut. Mount /proc, or install another version of torch: that of an earlier "
+            "job, if this one is new"
+        )
     raise CommunicationError(
         "hvdlite cannot identify gloo's listening socket, because other threads of this process keep opening gloo "
         "process groups: call hvd.init(), and take the first step of each optimizer, while no other thread opens one"

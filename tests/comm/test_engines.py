@@ -18,7 +18,7 @@ from hvdlite.comm.group import Group
 from hvdlite.comm.hierarchy_selection import HierarchicalEngineFactory
 from hvdlite.comm.host_groups import host_groups_of
 from hvdlite.comm.reduce_op import Max, Min, Product, ReduceOp, Sum
-from hvdlite.errors import PeerLostError
+from hvdlite.errors import CommunicationError, PeerLostError
 from hvdlite.signing import Signer
 
 KINDS = [*ENGINES, "two levels"]
@@ -304,3 +304,26 @@ def test_of_works_that_nobody_waits_for_only_those_under_way_are_kept() -> None:
         return len(group.engine._pending)  # type: ignore[attr-defined]  # a TorchEngine's
 
     assert max(run_kind("gloo", 2, rank)) <= 65
+
+
+def test_a_closed_group_names_what_was_called_and_how_to_go_on() -> None:
+    def rank(group: Group) -> None:
+        part = group.duplicate()
+        group.close()
+        for closed in (group, part):
+            assert closed.is_closed
+            words = (
+                rf"^the sum failed on rank {group.rank} \(node{group.rank}\): hvd.shutdown\(\), .* was called before: "
+            )
+            with pytest.raises(CommunicationError, match=words):
+                closed.all_reduce(torch.ones(1), "the sum")
+            with pytest.raises(CommunicationError, match=words):
+                closed.require_ended("the sum")
+            with pytest.raises(CommunicationError, match=r"call hvd.init\(\) again"):
+                _ = closed.engine
+            closed.revoke("no reason")
+            closed.quiesce("no reason")
+            assert closed.zeros(2, torch.float32, torch.device("cpu")).tolist() == [0.0, 0.0]
+            closed.close()
+
+    run_ranks(2, rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -536,6 +537,17 @@ def test_a_socket_that_another_thread_opens_while_connections_are_cut_stays_open
     connections.cut()
     its_peer.sendall(b"still open")
     assert strange.recv(100) == b"still open"
+
+
+def test_a_torch_whose_gloo_listens_in_another_way_is_named_with_what_is_lost(on_loopback, monkeypatch):
+    monkeypatch.setattr(gloo, "_DEVICE_ATTEMPTS", 2)
+    # As if its loops waited for other events, or /proc were not mounted.
+    monkeypatch.setattr(gloo, "_EPOLL_EVENTS_OF_GLOO", 0x1)
+    words = (
+        rf"^hvdlite does not find the socket on which gloo of torch {re.escape(torch.__version__)} listens, in /proc"
+    )
+    with pytest.raises(CommunicationError, match=words):
+        gloo.make_devices(gloo.Connections())
 
 
 def test_a_rank_that_is_lost_while_gloo_connects_is_a_communication_error(monkeypatch):
