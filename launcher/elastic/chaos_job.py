@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from ..plan.chaos_spec import OF_A_HOST, ChaosSpec, Fault, worker_form
 from ..plan.elastic_spec import Policy
 from ..system.signals import signal_name
+from ..system.table import table
 from ..wire.messages import (
     Alive,
     Exited,
@@ -75,8 +76,7 @@ class ChaosReport:
         """Returns a table with a line for each fault, and what has not happened."""
         rows: list[Sequence[str]] = [("after", "fault", "step", "worker", "rank", "host", "its end")]
         rows += [_row(record) for record in self.records]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] if self.records else []
+        lines = table(rows) if self.records else []
         number = len(self.records)
         return "\n".join([f"chaos: {number} {'fault' if number == 1 else 'faults'}", *lines, *self.never])
 

@@ -11,6 +11,6 @@ job is asked, and its client.
 
 Modules import only what stands before them:
 
-    rank_facts < causes < report_text < reports < progress < first_minute < late_start < job_facts < job_view
-        < live_view < watch < metrics < summary < other_networks < console
+    untrusted < rank_facts < causes < report_text < reports < progress < first_minute < late_start < job_facts
+        < job_view < live_view < watch < metrics < summary < other_networks < console
 """

@@ -29,6 +29,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..errors import JobEndsError, LauncherError, UsageError
+from ..system.table import table
 from ..system.terminal_text import command_in_one_line
 from ..wire.messages import ReportAsked, WatchAsked
 from .other_networks import advice, elsewhere
@@ -230,9 +231,7 @@ def table_of_jobs() -> str:
                 continue  # it ends just now
             except (TimeoutError, BlockingIOError):  # the second if so many wait for it that it takes no more
                 rows.append((str(pid), "?", "?", "?", "(does not answer: it is stopped, or very busy)"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    cells = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join([*(line.rstrip() for line in cells), *filter(None, [advice(elsewhere())])])
+    return "\n".join([*table(rows), *filter(None, [advice(elsewhere())])])
 
 
 def _answer_to(request: bytes, connection: socket.socket) -> Any:

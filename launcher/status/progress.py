@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from typing import Any
 
 from ..wire.messages import Event, Progressed
 from ..workers.roster import Roster
+from .untrusted import number, parsed, part, seconds, text, wait
 
 # Rates are differences over about so long.
 _RATE_OVER_S = 10.0
@@ -167,7 +167,7 @@ class JobProgress:
     def on_event(self, event: Event) -> None:
         if not isinstance(event, Progressed) or event.worker not in self._roster:
             return
-        facts = _parsed(event.facts)
+        facts = parsed(event.facts)
         self._note(event.worker, facts, is_last=event.number == 0)
         if isinstance(host := facts.get("host"), dict):
             name = self._roster[event.worker].host
@@ -217,20 +217,20 @@ class JobProgress:
         is_ending = not has_answered and facts.get("is_ending") is True
         given = answer if isinstance(answer, dict) else {}
         steps = _steps(given.get("steps")) if has_answered else before.steps
-        waits_for, waited_s = _wait(given.get("waits"))
+        waits_for, waited_s = wait(given.get("waits"), _MOST_CHARACTERS) or ("", 0.0)
         now = replace(
             before,
             rank=record.rank,
-            pid=_number(facts.get("pid"), record.pid),
+            pid=number(facts.get("pid"), record.pid),
             steps=steps or before.steps,
             waits_for=waits_for,
             waited_s=waited_s,
-            gpu_use=_part(facts["gpu"]) if "gpu" in facts else None,
+            gpu_use=part(facts["gpu"]) if "gpu" in facts else None,
             is_silent=not has_answered and not is_ending and facts.get("can_answer") is True,
             is_ending=is_ending,
         )
         if not is_last:  # an ended process has no memory, and no times
-            now = replace(now, memory=_number(facts.get("memory")), cpu_s=_seconds(facts.get("cpu_s")))
+            now = replace(now, memory=number(facts.get("memory")), cpu_s=seconds(facts.get("cpu_s")))
             samples = given.get("samples")
             now = self._with_rates(worker, now, samples if type(samples) is int else None)
         if isinstance(paces := given.get("paces"), list):
@@ -238,7 +238,7 @@ class JobProgress:
         self._known[worker] = now
 
     def _note_host(self, host: str, facts: Mapping[str, Any]) -> None:
-        bytes_now = (self._clock(), _number(facts.get("sent")), _number(facts.get("received")))
+        bytes_now = (self._clock(), number(facts.get("sent")), number(facts.get("received")))
         sent = received = None
         if "sent" in facts:
             known = self._bytes.setdefault(host, deque())
@@ -249,12 +249,12 @@ class JobProgress:
                 known.popleft()
             sent, received = (_rate([(each[0], each[i]) for each in known]) for i in (1, 2))
         gpus = facts.get("gpus")
-        self._hosts[host] = HostProgress(sent, received, [_part(use) for use in gpus] if isinstance(gpus, list) else ())
+        self._hosts[host] = HostProgress(sent, received, [part(use) for use in gpus] if isinstance(gpus, list) else ())
 
     def _add_bytes(self, host: str, facts: Mapping[str, Any]) -> None:
         if "sent" not in facts:
             return
-        now, total = HostBytes(_number(facts["sent"]), _number(facts.get("received"))), self.total_bytes().get(host)
+        now, total = HostBytes(number(facts["sent"]), number(facts.get("received"))), self.total_bytes().get(host)
         before = self._counted.get(host, HostBytes())
         if now.sent < before.sent or now.received < before.received:
             before = HostBytes()  # a new agent's counts, which begin anew
@@ -289,44 +289,13 @@ def _rate(samples: Sequence[tuple[float, float | None]]) -> float | None:
     return max(0.0, (known[-1][1] - known[0][1]) / (known[-1][0] - known[0][0]))
 
 
-def _parsed(facts: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(facts)
-    except (ValueError, RecursionError):
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
-
-
-def _number(value: Any, otherwise: int = 0) -> int:
-    return value if type(value) is int and value >= 0 else otherwise
-
-
-def _seconds(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and 0 <= value < 1e12 else 0.0
-
-
-def _text(value: Any) -> str:
-    # A program names its parameters as it likes: nothing of that may control the terminal.
-    return "".join(each if each.isprintable() else "?" for each in str(value)[:_MOST_CHARACTERS])
-
-
 def _steps(given: Any) -> dict[str, int]:
     if not isinstance(given, dict):
         return {}
-    return {_text(name): _number(step) for name, step in list(given.items())[:_MOST_OPTIMIZERS]}
-
-
-def _part(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and 0 <= value <= 1 else 0.0
+    return {text(name, _MOST_CHARACTERS): number(step) for name, step in list(given.items())[:_MOST_OPTIMIZERS]}
 
 
 def _paces(given: Sequence[Any]) -> dict[int, tuple[float, str]]:
     """Returns the cost and the phase by rank, of ``[rank, cost, phase]`` each."""
     triples = [each for each in given if isinstance(each, list) and len(each) == 3]
-    return {_number(rank): (_part(cost), _text(phase or "")) for rank, cost, phase in triples}
-
-
-def _wait(given: Any) -> tuple[str, float]:
-    if isinstance(given, Sequence) and len(given) == 2 and isinstance(given[0], str):
-        return _text(given[0]), _seconds(given[1])
-    return "", 0.0
+    return {number(rank): (part(cost), text(phase, _MOST_CHARACTERS)) for rank, cost, phase in triples}

@@ -1,7 +1,6 @@
 """`RankFacts`: what is known of one rank for a report, read from the JSON that `host.collect` sends.
 
-Nothing in that JSON is trusted to have the right form: what has not is left out, since half a report is better than
-none. `causes` and `report_text` use it.
+`untrusted` reads the JSON. `causes` and `report_text` use it.
 """
 
 from __future__ import annotations
@@ -9,11 +8,12 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-_MOST = 1000
+from .untrusted import items, mapping, number, parsed, seconds, text, wait
+
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*)\])?.*\(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
@@ -184,13 +184,9 @@ class RankFacts:
         }
 
 
-def read_facts(text: str, *, worker: int, rank: int | None, host: str, pid: int) -> RankFacts:
+def read_facts(told: str, *, worker: int, rank: int | None, host: str, pid: int) -> RankFacts:
     """Returns what the JSON of an agent says of this worker."""
-    try:
-        facts = json.loads(text)
-    except ValueError:
-        facts = {}
-    facts = facts if isinstance(facts, dict) else {}
+    facts = parsed(told)
     answer = facts.get("answer")
     stacks = facts.get("stacks")
     threads: tuple[Thread, ...] = ()
@@ -198,7 +194,7 @@ def read_facts(text: str, *, worker: int, rank: int | None, host: str, pid: int)
     source = Source.NONE
     if isinstance(answer, dict):
         source, libraries = Source.ANSWER, answer.get("libraries")
-        threads = tuple(filter(None, map(_thread, _items(answer.get("threads")))))
+        threads = tuple(filter(None, map(_thread, items(answer.get("threads")))))
     else:
         answer = {}
         if isinstance(stacks, str):
@@ -209,14 +205,14 @@ def read_facts(text: str, *, worker: int, rank: int | None, host: str, pid: int)
         worker=worker,
         rank=rank,
         host=host,
-        pid=_number(facts.get("pid"), pid),
-        processes=tuple(filter(None, map(_process, _items(facts.get("processes"))))),
+        pid=number(facts.get("pid"), pid),
+        processes=tuple(filter(None, map(_process, items(facts.get("processes"))))),
         threads=threads,
-        waits=tuple(filter(None, map(_wait, _items(answer.get("waits"))))),
-        optimizers=tuple(filter(None, map(_optimizer, _items(answer.get("optimizers"))))),
-        libraries=tuple(each for each in _items(libraries) if isinstance(each, str) and each),
-        addresses=tuple(_text(each) for each in _items(answer.get("addresses"))),
-        silent_s=_seconds(answer.get("silent_s")),
+        waits=tuple(Wait(*found) for each in items(answer.get("waits")) if (found := wait(each)) is not None),
+        optimizers=tuple(filter(None, map(_optimizer, items(answer.get("optimizers"))))),
+        libraries=tuple(each for each in items(libraries) if isinstance(each, str) and each),
+        addresses=tuple(text(each) for each in items(answer.get("addresses"))),
+        silent_s=_seconds_by_name(answer.get("silent_s")),
         source=source,
         can_answer=facts.get("can_answer") is True,
         is_ending=facts.get("is_ending") is True,
@@ -225,48 +221,27 @@ def read_facts(text: str, *, worker: int, rank: int | None, host: str, pid: int)
     )
 
 
-def _items(value: Any) -> Sequence[Any]:
-    return value[:_MOST] if isinstance(value, list | tuple) else ()
-
-
-def _number(value: Any, otherwise: int = 0) -> int:
-    return value if type(value) is int else otherwise
-
-
-def _text(value: Any) -> str:
-    # A program names its threads and functions as it likes: nothing of that may control the terminal.
-    return "".join(each if each.isprintable() else "?" for each in value[:_MOST]) if isinstance(value, str) else ""
-
-
 def _thread(given: Any) -> Thread | None:
     if not isinstance(given, dict):
         return None
-    frames = [each for each in _items(given.get("frames")) if isinstance(each, list) and len(each) == 3]
+    frames = [each for each in items(given.get("frames")) if isinstance(each, list) and len(each) == 3]
     return Thread(
-        _text(given.get("name")),
+        text(given.get("name")),
         given.get("is_main") is True,
-        tuple(Frame(_text(file), _number(line), _text(function)) for file, line, function in frames),
+        tuple(Frame(text(file), number(line), text(function)) for file, line, function in frames),
     )
 
 
-def _wait(given: Any) -> Wait | None:
-    if not (isinstance(given, list) and len(given) == 2 and isinstance(given[1], int | float)):
-        return None
-    return Wait(_text(given[0]), float(given[1]))
-
-
-def _seconds(given: Any) -> dict[str, float]:
-    if not isinstance(given, dict):
-        return {}
-    return {_text(key): float(value) for key, value in given.items() if isinstance(value, int | float)}
+def _seconds_by_name(given: Any) -> dict[str, float]:
+    return {text(key): seconds(value) for key, value in mapping(given).items() if isinstance(value, int | float)}
 
 
 def _optimizer(given: Any) -> Optimizer | None:
     if not isinstance(given, dict):
         return None
-    names = tuple(_text(each) for each in _items(given.get("missing")))
-    step, buckets, sent = (_number(given.get(key)) for key in ("step", "buckets", "sent"))
-    return Optimizer(_text(given.get("optimizer")), step, _text(given.get("phase")), buckets, sent, names)
+    names = tuple(text(each) for each in items(given.get("missing")))
+    step, buckets, sent = (number(given.get(key)) for key in ("step", "buckets", "sent"))
+    return Optimizer(text(given.get("optimizer")), step, text(given.get("phase")), buckets, sent, names)
 
 
 def _process(given: Any) -> Process | None:
@@ -274,18 +249,18 @@ def _process(given: Any) -> Process | None:
         return None
     cpu_s = given.get("cpu_s")
     return Process(
-        _number(given.get("pid")),
-        _text(given.get("name")),
-        _text(given.get("state")),
+        number(given.get("pid")),
+        text(given.get("name")),
+        text(given.get("state")),
         float(cpu_s) if isinstance(cpu_s, int | float) else 0.0,
-        _number(given.get("memory")),
-        _text(given.get("command")),
+        number(given.get("memory")),
+        text(given.get("command")),
     )
 
 
-def _of_signal(text: str) -> tuple[Any, tuple[Thread, ...]]:
+def _of_signal(written: str) -> tuple[Any, tuple[Thread, ...]]:
     """Returns the libraries and the threads in what faulthandler has written, with a first line of JSON."""
-    first, _, rest = text.partition("\n")
+    first, _, rest = written.partition("\n")
     try:
         libraries = json.loads(first).get("libraries")
     except (ValueError, AttributeError):
@@ -293,10 +268,10 @@ def _of_signal(text: str) -> tuple[Any, tuple[Thread, ...]]:
     stacks: list[tuple[str, list[Frame]]] = []
     for line in rest.split("\n"):
         if head := _THREAD.match(line):
-            stacks.append((_text(head[2]) or f"thread {head[1]}", []))
+            stacks.append((text(head[2]) or f"thread {head[1]}", []))
         elif stacks and (found := _FRAME.match(line)):
-            number = int(found[2]) if found[2].isdigit() else 0
-            stacks[-1][1].append(Frame(_text(found[1]), number, _text(found[3])))
+            line_number = int(found[2]) if found[2].isdigit() else 0
+            stacks[-1][1].append(Frame(text(found[1]), line_number, text(found[3])))
     # The newest thread is written first, so the main thread is the last one.
     threads = [
         Thread(name, index == len(stacks) - 1, tuple(reversed(frames))) for index, (name, frames) in enumerate(stacks)

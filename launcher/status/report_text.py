@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ..system.table import table
 from ..workers.failure_message import ranges
 from .causes import Cause, find_cause, first_difference, where
 from .rank_facts import Frame, RankFacts, Source, sorted_by_rank
@@ -201,11 +202,7 @@ _HEAD = ("rank", "worker", "host", "pid", "state", "cpu s", "MiB", "step", "buck
 
 
 def _table(facts: Sequence[RankFacts]) -> list[str]:
-    rows = [_HEAD, *map(_row, facts)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return [f"  {line}" for line in table([_HEAD, *map(_row, facts)])]
 
 
 def _row(facts: RankFacts) -> tuple[str, ...]:
