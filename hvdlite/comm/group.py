@@ -33,8 +33,7 @@ from ..errors import (
 from ..signing import Signer, digest
 from ..values import shown, whole_number
 from .ends import Ends
-from .engine import Done, Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError, SingleRankFactory
-from .engine_state import RevokedError
+from .engine import Done, Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError, RevokedError, SingleRankFactory
 from .flat_bytes import as_bytes, pieces_of
 from .reduce_op import OP_OF_ENGINE, Average, ReduceOp, Sum
 from .signed_call import HEADER_BYTES, SignedCall, tensor_of

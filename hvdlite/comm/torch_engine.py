@@ -21,8 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
 from .deferred_close import keep_until
-from .engine import Engine
-from .engine_state import EngineState
+from .engine import Engine, EngineState
 from .flat_bytes import pieces_of
 
 # How often a long wait checks whether the engine was revoked. Usually the operation itself ends in that case.

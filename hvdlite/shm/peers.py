@@ -17,8 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..comm.engine import PeerGoneError
-from ..comm.engine_state import LostError
+from ..comm.engine import LostError, PeerGoneError
 from .control_block import FAILED, LEFT, OPEN, REVOKED, ControlBlock
 from .futex import fence, reads_in_order, sleep_while, wake
 

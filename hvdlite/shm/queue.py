@@ -14,7 +14,7 @@ import time
 from collections import deque
 from typing import Protocol
 
-from ..comm.engine_state import LostError
+from ..comm.engine import LostError
 from .control_block import FAILED
 from .peers import Peers
 from .shm_operation import Condition, ShmOperation, Steps

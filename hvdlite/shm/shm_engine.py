@@ -21,8 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
 from .. import forks
-from ..comm.engine import Engine
-from ..comm.engine_state import EngineState, LostError
+from ..comm.engine import Engine, EngineState, LostError
 from ..comm.flat_bytes import as_bytes, pieces_of
 from ..log import log
 from .arithmetic import DTYPES, Arithmetic, factor_of

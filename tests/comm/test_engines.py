@@ -12,8 +12,7 @@ import torch
 from ranks import ENGINES, attempt_ranks, attempt_threads, generation_of, run_ranks
 
 from hvdlite.comm import hierarchy
-from hvdlite.comm.engine import SingleRankFactory
-from hvdlite.comm.engine_state import RevokedError
+from hvdlite.comm.engine import RevokedError, SingleRankFactory
 from hvdlite.comm.group import Group
 from hvdlite.comm.hierarchy_selection import HierarchicalEngineFactory
 from hvdlite.comm.host_groups import host_groups_of

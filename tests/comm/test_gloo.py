@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ranks import attempt_threads
 
 from hvdlite.comm import gloo, torch_engine, torch_factory
-from hvdlite.comm.engine_state import RevokedError
+from hvdlite.comm.engine import RevokedError
 from hvdlite.comm.gloo import ConnectingRanks, Connections, InitTimeout, make_gloo, open_proven, wait_for_all
 from hvdlite.comm.torch_engine import TorchWork
 from hvdlite.comm.torch_factory import SubsetEngineFactory

@@ -23,7 +23,7 @@ from shm.engines import (
     until,
 )
 
-from hvdlite.comm.engine_state import LostError
+from hvdlite.comm.engine import LostError
 from hvdlite.shm import peers
 from hvdlite.shm.control_block import PAYLOAD_BYTES, WINDOW
 from hvdlite.shm.queue import Queue
