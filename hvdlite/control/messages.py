@@ -43,20 +43,32 @@ def _not_too_long(line: str) -> str:
     return line
 
 
+class ToRank0:
+    """A message from a rank to rank 0."""
+
+    __slots__ = ()
+
+
+class FromRank0:
+    """A message from rank 0 to a rank."""
+
+    __slots__ = ()
+
+
 # They are not frozen: making a frozen object takes longer, and each small call makes one.
 
 # ---------------------------------------------------------------- from a rank
 
 
 @dataclass(slots=True)
-class Here:
+class Here(ToRank0):
     """The first message of a rank."""
 
     pid: int
 
 
 @dataclass(slots=True)
-class OperationRequest:
+class OperationRequest(ToRank0):
     """Requests an operation. ``ticket`` is the rank's own number for it; the other fields are those of `pending.Ask`.
 
     ``members`` is None for all ranks. ``caller`` is None if the user named the operation.
@@ -74,7 +86,7 @@ class OperationRequest:
 
 
 @dataclass(slots=True)
-class WaitsIn:
+class WaitsIn(ToRank0):
     """All threads that call operations are blocked, one of them in this operation.
 
     ``begun`` is how many collectives of each group this rank has begun, by the group's label.
@@ -94,13 +106,13 @@ class LivingOptimizers:
 
 
 @dataclass(slots=True)
-class HasJoined:
+class HasJoined(ToRank0):
     average_of_active: bool
     living: tuple[LivingOptimizers, ...]
 
 
 @dataclass(slots=True)
-class Pinned:
+class Pinned(ToRank0):
     """Answers `Pin`: these optimizers are alive, and are kept until that join ends."""
 
     join: int
@@ -122,7 +134,7 @@ class WaitingThread:
 
 
 @dataclass(slots=True)
-class Busy:
+class Busy(ToRank0):
     """What a rank's threads are blocked in. Sent when that changes."""
 
     threads: Annotated[tuple[WaitingThread, ...], _not_too_many]
@@ -131,7 +143,7 @@ class Busy:
 
 
 @dataclass(slots=True)
-class StillWaiting:
+class StillWaiting(ToRank0):
     """Sent about twice a second while a rank waits for something.
 
     ``over_count`` is how many of the operations that rank 0 let begin have ended there.
@@ -141,12 +153,12 @@ class StillWaiting:
 
 
 @dataclass(slots=True)
-class HasLostRank:
+class HasLostRank(ToRank0):
     """An error here was caused by the end of another rank."""
 
 
 @dataclass(slots=True)
-class HasFailed:
+class HasFailed(ToRank0):
     """This operation has failed here."""
 
     label: str
@@ -155,46 +167,30 @@ class HasFailed:
 
 
 @dataclass(slots=True)
-class ProgramLine:
+class ProgramLine(ToRank0):
     """Answers `AskLine`: where the program is."""
 
     line: Annotated[str, _not_too_long]
 
 
 @dataclass(slots=True)
-class CloseRound:
+class CloseRound(ToRank0):
     """Asks to close this round of votes (see `voting`), having waited long enough."""
 
     number: int
 
 
 @dataclass(slots=True)
-class PaceReading:
+class PaceReading(ToRank0):
     """A reading of a rank's step clock."""
 
     reading: Annotated[Reading, _of_a_clock]
 
 
 @dataclass(slots=True)
-class Leaving:
+class Leaving(ToRank0):
     """The rank leaves in an orderly way, as by hvd.shutdown(), and not because a rank was lost."""
 
-
-ToRank0 = (
-    Here
-    | OperationRequest
-    | WaitsIn
-    | HasJoined
-    | Pinned
-    | Busy
-    | StillWaiting
-    | HasLostRank
-    | HasFailed
-    | ProgramLine
-    | CloseRound
-    | PaceReading
-    | Leaving
-)
 
 TO_RANK_0: Family[ToRank0] = Family(
     {
@@ -218,7 +214,7 @@ TO_RANK_0: Family[ToRank0] = Family(
 
 
 @dataclass(slots=True)
-class Welcome:
+class Welcome(FromRank0):
     """The first message from rank 0. The limits of its `StallRules` are in seconds, None for never."""
 
     pid: int
@@ -227,7 +223,7 @@ class Welcome:
 
 
 @dataclass(slots=True)
-class Go:
+class Go(FromRank0):
     """Run this operation now, after all that were started before. ``owns`` and ``divisor`` are `Execution`'s."""
 
     ticket: int
@@ -236,7 +232,7 @@ class Go:
 
 
 @dataclass(slots=True)
-class GoAsStandIn:
+class GoAsStandIn(FromRank0):
     """`Go` for a rank that has joined and did not request the operation."""
 
     set_id: int
@@ -248,7 +244,7 @@ class GoAsStandIn:
 
 
 @dataclass(slots=True)
-class No:
+class No(FromRank0):
     """The operation is refused; ``error`` is the name of a class of `errors`."""
 
     ticket: int
@@ -257,7 +253,7 @@ class No:
 
 
 @dataclass(slots=True)
-class Pin:
+class Pin(FromRank0):
     """List and keep the optimizers alive in this set. Answered even while operations are running."""
 
     join: int
@@ -265,12 +261,12 @@ class Pin:
 
 
 @dataclass(slots=True)
-class Unpin:
+class Unpin(FromRank0):
     """Release the pinned optimizers: the join has failed."""
 
 
 @dataclass(slots=True)
-class SitOutSteps:
+class SitOutSteps(FromRank0):
     """To a rank that has joined: sit out the steps of these optimizers."""
 
     set_id: int
@@ -278,18 +274,18 @@ class SitOutSteps:
 
 
 @dataclass(slots=True)
-class AllJoined:
+class AllJoined(FromRank0):
     last_rank: int
 
 
 @dataclass(slots=True)
-class JoinFailed:
+class JoinFailed(FromRank0):
     error: str
     words: str
 
 
 @dataclass(slots=True)
-class RankLeft:
+class RankLeft(FromRank0):
     """This rank was the first to end, or has ended during an operation that connects it to the receiver.
 
     ``ended_normally`` is False if it crashed.
@@ -300,7 +296,7 @@ class RankLeft:
 
 
 @dataclass(slots=True)
-class FailedOnRank:
+class FailedOnRank(FromRank0):
     """An operation has failed on that rank: the others do not wait for it there."""
 
     rank: int
@@ -319,61 +315,41 @@ class MissingRanks:
 
 
 @dataclass(slots=True)
-class StillHere:
+class StillHere(FromRank0):
     """Answers `StillWaiting`, with what is missing for the receiver's oldest requests."""
 
     missing: tuple[MissingRanks, ...]
 
 
 @dataclass(slots=True)
-class AskLine:
+class AskLine(FromRank0):
     """Report where the program is: ranks wait for this one, or together with it."""
 
 
 @dataclass(slots=True)
-class Paces:
+class Paces(FromRank0):
     paces: tuple[RankPace, ...]
 
 
 @dataclass(slots=True)
-class EndProcess:
+class EndProcess(FromRank0):
     """End this process: it has waited too long."""
 
     words: str
 
 
 @dataclass(slots=True)
-class Rank0HasLostRank:
+class Rank0HasLostRank(FromRank0):
     """If rank 0 ends, it was not the first."""
 
 
 @dataclass(slots=True)
-class Over:
+class Over(FromRank0):
     """Rank 0 ends normally. ``words`` name the first rank that ended; ``is_peer_loss``: by a crash."""
 
     words: str
     is_peer_loss: bool
 
-
-FromRank0 = (
-    Welcome
-    | Go
-    | GoAsStandIn
-    | No
-    | Pin
-    | Unpin
-    | SitOutSteps
-    | AllJoined
-    | JoinFailed
-    | RankLeft
-    | FailedOnRank
-    | StillHere
-    | AskLine
-    | Paces
-    | EndProcess
-    | Rank0HasLostRank
-    | Over
-)
 
 FROM_RANK_0: Family[FromRank0] = Family(
     {
