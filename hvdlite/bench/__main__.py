@@ -22,8 +22,8 @@ from ..errors import says_peer_lost
 from ..rendezvous.launchers import read_placement
 from ..runtime.make_world import World
 from ..runtime.world import current_world, init
-from .arguments import UsageError
-from .command_line import PROGRAM, Request, parse
+from .arguments import OptionError
+from .command_line import PROGRAM, BenchRequest, parse
 from .ranks import Ranks
 
 _USAGE = 2
@@ -64,7 +64,7 @@ def _run() -> int:
     request = problem = None
     try:
         request = parse(None, is_first=placement is None or placement.rank == 0)
-    except UsageError as error:
+    except OptionError as error:
         problem = str(error)
     init()
     world = current_world()
@@ -75,7 +75,7 @@ def _run() -> int:
     if request is not None and problem is None:
         try:
             return _measure(request, world)
-        except UsageError as error:
+        except OptionError as error:
             problem = f"{PROGRAM} {request.command.name}: {error}"
     if world.group.rank == 0:
         _write(problem or "", sys.stderr)
@@ -84,7 +84,7 @@ def _run() -> int:
     return _USAGE
 
 
-def _measure(request: Request, world: World) -> int:
+def _measure(request: BenchRequest, world: World) -> int:
     ranks = Ranks(world, request.device_type)
     request.command.prepare(ranks)
     ranks.show_progress(request.command.turns)
@@ -106,7 +106,7 @@ def _measure(request: Request, world: World) -> int:
     return code
 
 
-def _report(request: Request, ranks: Ranks, complete: bool) -> int:
+def _report(request: BenchRequest, ranks: Ranks, complete: bool) -> int:
     """Prints the report, writes the files, and returns the exit code."""
     name, report = request.command.name, request.command.report()
     code = report.code

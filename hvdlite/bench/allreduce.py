@@ -30,7 +30,7 @@ from .arguments import (
     some_of,
 )
 from .ranks import Ranks
-from .report import Case, Chart, Columns, Comparison, Line, Lines, Row, grouped, is_own, ratio_of
+from .report import Case, Chart, Columns, Comparison, LinesPanel, PanelLine, Row, grouped, is_own, ratio_of
 
 # 4 B to 256 MB, by factors of 4.
 DEFAULT_SIZES = tuple(4 * 4**power for power in range(14))
@@ -49,7 +49,7 @@ _DTYPES = flag("NAME,…", some_of(DTYPES, "a dtype that can be summed"), f"of {
 
 
 @dataclass
-class AllReduce(Comparison):
+class AllReduceComparison(Comparison):
     """The command `allreduce`. Each size in each dtype is one case, in which the actions take turns."""
 
     name = "allreduce"
@@ -113,8 +113,8 @@ class AllReduce(Comparison):
             lines = []
             for what, each in grouped(of_dtype, "what").items():
                 points = [(row["bytes"], row["median_s"]) for row in each]
-                lines.append(Line(what, points, is_own(what), [(row["low_s"], row["high_s"]) for row in each]))
-            panels.append(Lines(dtype, "size of the tensor", "time", show_size, show_round_time, lines))
+                lines.append(PanelLine(what, points, is_own(what), [(row["low_s"], row["high_s"]) for row in each]))
+            panels.append(LinesPanel(dtype, "size of the tensor", "time", show_size, show_round_time, lines))
         caption = f"{self.title()}. Medians, of the slowest rank; shades are between quartiles."
         return Chart("How long an all-reduce takes", caption, panels)
 

@@ -61,12 +61,12 @@ def _three_digits(value: float) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
-class UsageError(argparse.ArgumentTypeError):
+class OptionError(argparse.ArgumentTypeError):
     """The command line asks for something impossible. Reported in one line before any measurement, with exit code 2."""
 
 
 def flag(metavar: str, read: Callable[[str], Any], what: str, name: str | None = None) -> dict[str, Any]:
-    """Returns the metadata of a field that is a flag. ``read`` turns its text into a value, or raises UsageError.
+    """Returns the metadata of a field that is a flag. ``read`` turns its text into a value, or raises OptionError.
 
     ``name`` is that of the flag, where it is not the field's.
     """
@@ -87,14 +87,14 @@ def _read_size(text: str) -> int:
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
     size = 0 if match is None else int(match[1]) * UNITS[match[2].upper()]
     if size == 0:
-        raise UsageError(f"{text!r} is not a size, such as 64, 4K or 100M")
+        raise OptionError(f"{text!r} is not a size, such as 64, 4K or 100M")
     return size
 
 
 def read_count(text: str) -> int:
     """Returns the text as a whole number of at least 1."""
     if not (text.isascii() and text.isdigit() and int(text)):
-        raise UsageError(f"{text!r} is not a whole number of at least 1")
+        raise OptionError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
@@ -106,7 +106,7 @@ def some_of(known: Iterable[str], what: str) -> Callable[[str], tuple[str, ...]]
         found = tuple(dict.fromkeys(item.strip() for item in text.split(",")))
         for each in found:
             if each not in choices:
-                raise UsageError(f"{each!r} is not {what}: choose from {', '.join(choices)}")
+                raise OptionError(f"{each!r} is not {what}: choose from {', '.join(choices)}")
         return found
 
     return read
@@ -118,7 +118,7 @@ def one_of(known: Iterable[str], what: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         found = some_of(known, what)(text)
         if len(found) > 1:
-            raise UsageError(f"takes one value, not {','.join(found)}")
+            raise OptionError(f"takes one value, not {','.join(found)}")
         return found[0]
 
     return read

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from .allreduce import AllReduce
-from .arguments import UsageError, flag, one_of
-from .links import Links
+from .allreduce import AllReduceComparison
+from .arguments import OptionError, flag, one_of
+from .links import SlowLinks
 from .memory import Memory
-from .report import SUFFIXES, Command, Report, draw, require_matplotlib
+from .report import SUFFIXES, BenchReport, Command, draw, require_matplotlib
 from .step import Step
 
 PROGRAM = "hvdlite.bench"
@@ -41,7 +41,7 @@ One starts a job of its own:
 Whatever is compared takes turns in one process. Tables show medians and quartiles, of the slowest rank. Ctrl-C keeps
 what has been measured so far. docs/measuring.md, in the sources, explains each figure.
 """
-_COMMANDS: dict[str, type[Command]] = {each.name: each for each in (AllReduce, Step, Memory, Links)}
+_COMMANDS: dict[str, type[Command]] = {each.name: each for each in (AllReduceComparison, Step, Memory, SlowLinks)}
 _DEVICES = one_of(("auto", "cpu", "cuda"), "a device")
 _DEVICE = flag("auto|cpu|cuda", _DEVICES, "where the tensors are; auto: cuda if there is a GPU")
 
@@ -57,32 +57,32 @@ class CommonFlags:
     )
 
     def device_type(self) -> str:
-        """Returns ``cpu`` or ``cuda``. Raises UsageError if ``cuda`` is requested and there is no GPU or no NCCL."""
+        """Returns ``cpu`` or ``cuda``. Raises OptionError if ``cuda`` is requested and there is no GPU or no NCCL."""
         has_cuda = torch.cuda.is_available() and dist.is_nccl_available()
         if self.device == "cuda" and not has_cuda:
-            raise UsageError("--device cuda: there is no CUDA device here, or torch has no NCCL")
+            raise OptionError("--device cuda: there is no CUDA device here, or torch has no NCCL")
         return ("cuda" if has_cuda else "cpu") if self.device == "auto" else self.device
 
     def check_files(self) -> None:
-        """Raises UsageError if a file cannot be written. Creates no file."""
+        """Raises OptionError if a file cannot be written. Creates no file."""
         if self.plot is not None:
             if self.plot.suffix.lower() not in SUFFIXES:
-                raise UsageError(f"--plot: {str(self.plot)!r} does not end in {', '.join(SUFFIXES)}")
+                raise OptionError(f"--plot: {str(self.plot)!r} does not end in {', '.join(SUFFIXES)}")
             require_matplotlib()
         for name, path in (("--json", self.json), ("--plot", self.plot)):
             if path is None:
                 continue
             if path.is_dir():
-                raise UsageError(f"{name}: {str(path)!r} is a directory")
+                raise OptionError(f"{name}: {str(path)!r} is a directory")
             if not path.parent.is_dir():
                 why = f"there is no directory {str(path.parent)!r}"
             elif not os.access(path if path.exists() else path.parent, os.W_OK):
                 why = "permission denied"
             else:
                 continue
-            raise UsageError(f"{name}: {str(path)!r} cannot be written: {why}")
+            raise OptionError(f"{name}: {str(path)!r} cannot be written: {why}")
 
-    def write_files(self, report: Report, about: Mapping[str, Any]) -> Iterator[Path]:
+    def write_files(self, report: BenchReport, about: Mapping[str, Any]) -> Iterator[Path]:
         """Writes the requested files, and yields the path of each. ``about`` describes the run, in the JSON file."""
         if self.json is not None:
             self.json.write_text(json.dumps({**about, **report.data}, indent=1) + "\n")
@@ -92,7 +92,7 @@ class CommonFlags:
             yield self.plot.absolute()
 
 
-class Request(NamedTuple):
+class BenchRequest(NamedTuple):
     """The parsed command line. ``device_type`` is cpu or cuda; ``given`` has the values of all flags."""
 
     command: Command
@@ -103,11 +103,11 @@ class Request(NamedTuple):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message.removeprefix('argument ')}")
+        raise OptionError(f"{self.prog}: {message.removeprefix('argument ')}")
 
 
-def parse(words: Sequence[str] | None, *, is_first: bool) -> Request:
-    """Parses the command line. Raises UsageError. Only the first rank prints help and checks the files."""
+def parse(words: Sequence[str] | None, *, is_first: bool) -> BenchRequest:
+    """Parses the command line. Raises OptionError. Only the first rank prints help and checks the files."""
     parser = _Parser(
         prog=PROGRAM,
         description="How fast hvdlite is on this cluster, compared with DDP, Horovod, gloo and NCCL.",
@@ -131,11 +131,11 @@ def parse(words: Sequence[str] | None, *, is_first: bool) -> Request:
     try:
         common: CommonFlags = made(CommonFlags)
         kind = _COMMANDS[given["command"]]
-        request = Request(made(kind), common, common.device_type(), given)
+        request = BenchRequest(made(kind), common, common.device_type(), given)
         if is_first:
             common.check_files()
-    except UsageError as error:
-        raise UsageError(f"{PROGRAM} {given['command']}: {error}") from None
+    except OptionError as error:
+        raise OptionError(f"{PROGRAM} {given['command']}: {error}") from None
     return request
 
 

@@ -1,7 +1,7 @@
 """
 `links`: measures training steps between hosts with slow links, with each of several techniques of sending gradients.
 
-    Links ── namespaces.Hosts, limited to a rate ── links_worker on each ── lines of samples ── Case ── Report
+    SlowLinks ── namespaces.Hosts, limited to a rate ── links_worker on each ── lines of samples ── Case ── BenchReport
           └─ --rates as-is: links_worker.measure on the ranks of the user's own job
 
 The hosts that it makes are network namespaces of this machine, with one rank and one core each.
@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..rendezvous.launchers import read_placement
-from .arguments import UsageError, flag, read_count, show_count, show_ratio, show_size, show_time, some_of
+from .arguments import OptionError, flag, read_count, show_count, show_ratio, show_size, show_time, some_of
 from .links_worker import COUNTERS, DDP, DDP_FP16, TECHNIQUES, is_ddp, measure, missing_for
 from .namespaces import Hosts, bits_per_s, why_no_hosts
 from .ranks import Job, Ranks, Samples
-from .report import Bars, Case, Chart, Columns, Comparison, Report, Row, grouped, ratio_of, spread
+from .report import Bars, BenchReport, Case, Chart, Columns, Comparison, Row, grouped, ratio_of, spread
 from .training import BATCH, MODEL, training_bytes, workload_of
 
 AS_IS = "as-is"
@@ -37,7 +37,7 @@ def read_rates(text: str) -> tuple[str, ...]:
     rates = tuple(dict.fromkeys(item.strip() for item in text.lower().split(",")))
     if AS_IS in rates:
         if len(rates) > 1:
-            raise UsageError(f"{AS_IS} stands alone: links cannot be limited and be left as they are")
+            raise OptionError(f"{AS_IS} stands alone: links cannot be limited and be left as they are")
         return rates
     for rate in rates:
         bits_per_s(rate)
@@ -52,7 +52,7 @@ class LinkCase(Case):
 
 
 @dataclass
-class Links(Comparison):
+class SlowLinks(Comparison):
     """The command `links`. Each rate is a case."""
 
     name = "links"
@@ -92,13 +92,13 @@ class Links(Comparison):
     def __post_init__(self) -> None:
         self._makes_hosts = self.rates != (AS_IS,)
         if self.hosts is not None and not self._makes_hosts:
-            raise UsageError(f"--hosts: with --rates {AS_IS} the hosts are those of the job: leave it out")
+            raise OptionError(f"--hosts: with --rates {AS_IS} the hosts are those of the job: leave it out")
         self._count = 2 if self.hosts is None else self.hosts
         if self._count < 2:
-            raise UsageError("--hosts: a host that is alone has no link: say at least 2")
+            raise OptionError("--hosts: a host that is alone has no link: say at least 2")
         missing = [why for why in map(missing_for, self.techniques) if why is not None]
         if missing:
-            raise UsageError(f"--techniques: {missing[0]}")
+            raise OptionError(f"--techniques: {missing[0]}")
         self._workload = workload_of(self.model)
         self._rows = self.batch or self._workload.rows
         about: Row = {"model": self._workload.name, "batch": self._rows}
@@ -119,21 +119,21 @@ class Links(Comparison):
     def prepare(self, ranks: Ranks) -> None:
         if self._makes_hosts:
             if ranks.size > 1 or read_placement(os.environ) is not None:
-                raise UsageError(
+                raise OptionError(
                     f"it makes hosts of its own: start it outside of any job, or pass --rates {AS_IS} to measure "
                     "between the hosts of this one"
                 )
             if ranks.device.type == "cuda":
-                raise UsageError(f"the hosts that it makes train on the CPU: pass --device cpu, or --rates {AS_IS}")
+                raise OptionError(f"the hosts that it makes train on the CPU: pass --device cpu, or --rates {AS_IS}")
             problem = why_no_hosts()
             if problem is not None:
-                raise UsageError(f"{problem}; or measure between your own hosts: {_OWN_HOSTS}")
+                raise OptionError(f"{problem}; or measure between your own hosts: {_OWN_HOSTS}")
             try:
                 self._made = Hosts(self._count)
             except OSError as error:
-                raise UsageError(f"{error}; measure between your own hosts: {_OWN_HOSTS}") from None
+                raise OptionError(f"{error}; measure between your own hosts: {_OWN_HOSTS}") from None
         elif ranks.job.hosts < 2:
-            raise UsageError(f"--rates {AS_IS}: there is no other host: {_OWN_HOSTS}")
+            raise OptionError(f"--rates {AS_IS}: there is no other host: {_OWN_HOSTS}")
         ranks.require(None if COUNTERS.exists() else f"bytes are counted by Linux's {COUNTERS}, which is not here")
 
     def run(self, ranks: Ranks) -> None:
@@ -214,7 +214,7 @@ class Links(Comparison):
         caption = f"{self.title()}. Medians, of the slowest rank; whiskers are quartiles."
         return Chart("Training steps over slow links", caption, panels)
 
-    def report(self) -> Report:
+    def report(self) -> BenchReport:
         report = super().report()
         data = {**report.data, "ranks": self.job.ranks, "hosts": self._names}
         if self._makes_hosts:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from .arguments import UsageError
+from .arguments import OptionError
 
 _PROGRAMS = {"ip": "iproute2", "tc": "iproute2"} | dict.fromkeys(
     ("unshare", "nsenter", "setpriv", "taskset"), "util-linux"
@@ -35,10 +35,10 @@ _END_S = 10.0
 
 
 def bits_per_s(rate: str) -> float:
-    """Returns a rate such as ``100mbit`` as a number of bits in a second. Raises UsageError if it is none."""
+    """Returns a rate such as ``100mbit`` as a number of bits in a second. Raises OptionError if it is none."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([kmg])bit", rate)
     if match is None or float(match[1]) == 0:
-        raise UsageError(f"{rate!r} is not the rate of a link, such as 100mbit or 1gbit")
+        raise OptionError(f"{rate!r} is not the rate of a link, such as 100mbit or 1gbit")
     return float(match[1]) * _UNITS[match[2]]
 
 

@@ -32,7 +32,7 @@ from ..comm.reduce_op import Max
 from ..environment import launcher_variable
 from ..optim.optimizer import DEFAULT_BUCKET_CAP_BYTES
 from ..runtime.make_world import World
-from .arguments import UsageError, show_count, show_size
+from .arguments import OptionError, show_count, show_size
 
 # Seconds, or bytes of memory, by name of the variant or action.
 Samples = dict[str, list[float]]
@@ -62,7 +62,7 @@ class Ranks:
     def __init__(self, world: World, device_type: str) -> None:
         """``device_type`` is cpu or cuda. Every rank must call it.
 
-        Raises UsageError on all ranks if one has no GPU of its own, or a different device type.
+        Raises OptionError on all ranks if one has no GPU of its own, or a different device type.
         """
         self.group = world.group
         self.rank, self.size = world.group.rank, world.group.size
@@ -129,10 +129,10 @@ class Ranks:
         return next((each for each in values if each is not None), None)
 
     def require(self, problem: str | None) -> None:
-        """Raises UsageError on all ranks if one of them has a problem. Every rank must call it."""
+        """Raises OptionError on all ranks if one of them has a problem. Every rank must call it."""
         problem = self.first(problem)
         if problem is not None:
-            raise UsageError(problem)
+            raise OptionError(problem)
 
     def show_progress(self, turns: int) -> None:
         """Shows a progress bar on rank 0's stderr, if tqdm is installed, on a terminal or under a launcher."""

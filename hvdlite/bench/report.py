@@ -1,11 +1,11 @@
 """
 The base classes of commands, and reports of their measurements: tables on the screen, JSON and a plot in files.
 
-    Case (samples by name) ── rows with quartiles, as in JSON ── table and Chart ── Report
+    Case (samples by name) ── rows with quartiles, as in JSON ── table and Chart ── BenchReport
     Chart ── panels side by side, of bars or of lines ── matplotlib's Figure ── file
 
-`__main__` runs a `Command` and asks it for a `Report`. It may do so at any time, for the measurements so far. A `Chart`
-is a plain value; matplotlib is imported only to draw it. hvdlite's bars and lines are orange, all others grey.
+`__main__` runs a `Command` and asks it for a `BenchReport`. It may do so at any time, for the measurements so far. A
+`Chart` is a plain value; matplotlib is imported only to draw it. hvdlite's bars and lines are orange, all others grey.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from .arguments import UsageError
+from .arguments import OptionError
 from .ranks import Job, Ranks, Samples
 
 SUFFIXES = (".png", ".pdf", ".svg")
@@ -28,7 +28,7 @@ _PANEL_INCHES = 7.0, 4.0
 
 
 @dataclass(frozen=True)
-class Line:
+class PanelLine:
     """A line through ``points`` (x, y). ``band`` has (low, high) of each, and is shaded."""
 
     name: str
@@ -38,7 +38,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Lines:
+class LinesPanel:
     """A panel of lines over two logarithmic axes. ``show_x`` and ``show_y`` format the tick labels."""
 
     title: str
@@ -46,7 +46,7 @@ class Lines:
     y_label: str
     show_x: Callable[[float], str]
     show_y: Callable[[float], str]
-    lines: Sequence[Line]
+    lines: Sequence[PanelLine]
 
     def draw(self, axes: Any) -> None:
         """Draws the lines with a legend."""
@@ -108,16 +108,16 @@ class Chart:
 
     title: str
     caption: str
-    panels: Sequence[Bars | Lines]
+    panels: Sequence[Bars | LinesPanel]
     shares_x: bool = False
 
 
 def require_matplotlib() -> None:
-    """Raises UsageError, which says what to install, if matplotlib is missing."""
+    """Raises OptionError, which says what to install, if matplotlib is missing."""
     try:
         importlib.import_module("matplotlib.figure")
     except ImportError:
-        raise UsageError("--plot needs matplotlib: pip install '.[bench]' in hvdlite's source directory") from None
+        raise OptionError("--plot needs matplotlib: pip install '.[bench]' in hvdlite's source directory") from None
 
 
 def draw(chart: Chart, path: Path) -> None:
@@ -191,7 +191,7 @@ def table(title: str, rows: Sequence[Row], columns: Columns, text_columns: int =
     return "\n".join(text)
 
 
-class Report(NamedTuple):
+class BenchReport(NamedTuple):
     """A report: ``text`` for the screen, ``data`` for JSON (the tables' figures and every sample), and the chart.
 
     ``code`` is the exit code of the command.
@@ -217,14 +217,14 @@ class Command(ABC):
     job: Job = field(default=Job(), init=False)
 
     def prepare(self, ranks: Ranks) -> None:  # noqa: B027  # not every command has conditions
-        """Raises UsageError on all ranks if the command cannot run here."""
+        """Raises OptionError on all ranks if the command cannot run here."""
 
     @abstractmethod
     def run(self, ranks: Ranks) -> None:
         """Runs the measurements."""
 
     @abstractmethod
-    def report(self) -> Report:
+    def report(self) -> BenchReport:
         """Returns the report of the measurements so far."""
 
 
@@ -261,7 +261,7 @@ class Comparison(Command):
     def chart(self, rows: Sequence[Row]) -> Chart:
         """Returns the chart of the rows."""
 
-    def report(self) -> Report:
+    def report(self) -> BenchReport:
         rows = []
         for case in self.cases:
             spreads = {name: spread(samples, self.unit) for name, samples in case.samples.items() if samples}
@@ -271,4 +271,4 @@ class Comparison(Command):
         data = {"rows": rows, "skipped": [{**case.about, "why": case.skipped} for case in skipped]}
         lines = [*(f"skipped: {case.label}: {case.skipped}" for case in skipped), *self.notes]
         shown = table(self.title(), rows, self.columns, self.text_columns)
-        return Report("\n\n".join([shown, "\n".join(lines)]), data, self.chart(rows))
+        return BenchReport("\n\n".join([shown, "\n".join(lines)]), data, self.chart(rows))

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from .arguments import UsageError, count_flag, flag, show_ratio, show_time, some_of
+from .arguments import OptionError, count_flag, flag, show_ratio, show_time, some_of
 from .ranks import Ranks
 from .report import Bars, Case, Chart, Columns, Comparison, Row, grouped, ratio_of
 from .training import BATCH, VARIANTS, WORKLOADS, horovod_problem, training_bytes, variants_flag
@@ -58,13 +58,13 @@ class Step(Comparison):
         self.turns = len(self.cases) * self.steps
         missing = [case.skipped for case in self.cases if case.skipped]
         if self.models is not None and missing:
-            raise UsageError(f"--models: {missing[0]}")
+            raise OptionError(f"--models: {missing[0]}")
 
     def prepare(self, ranks: Ranks) -> None:
         problem = horovod_problem(ranks) if "horovod" in self._variants else None
         if problem is not None:
             if self.variants is not None:
-                raise UsageError(f"--variants: {problem}")
+                raise OptionError(f"--variants: {problem}")
             self._variants.remove("horovod")
             self.notes = [f"left out: {problem}", *self.notes]
 

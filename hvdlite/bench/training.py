@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compression.casts import Compression
 from ..optim.optimizer import DistributedOptimizer
-from .arguments import UsageError, flag, one_of, read_count, some_of
+from .arguments import OptionError, flag, one_of, read_count, some_of
 from .ranks import Ranks
 
 # Inputs and targets.
@@ -155,11 +155,11 @@ BATCH = flag("ROWS", read_count, "of each rank (the model's own)")
 
 
 def workload_of(model: str | None) -> Workload:
-    """Returns the workload that ``--model`` names, or the MLP. Raises UsageError if a package for it is missing."""
+    """Returns the workload that ``--model`` names, or the MLP. Raises OptionError if a package for it is missing."""
     workload = WORKLOADS[model or "mlp"]
     missing = workload.missing()
     if missing is not None:
-        raise UsageError(f"--model: {missing}")
+        raise OptionError(f"--model: {missing}")
     return workload
 
 

@@ -51,7 +51,7 @@ def join(device: int = -1, average: str = _OF_ALL) -> int:
             "hvd.join() does not work with hvdlite-run --survive, or hvd.init(survive=True): a rank that has joined "
             "has no step that it could finish when another is lost. Leave one of them out"
         )
-    sitting = _Sitting(average_of_active=average == _OF_ACTIVE)
+    sitting = _SittingThreads(average_of_active=average == _OF_ACTIVE)
     try:
         handle = world.controller.join(
             average_of_active=sitting.average_of_active, stand_in=_stand_in_on(device), sit_out=sitting.begin
@@ -80,7 +80,7 @@ def _check_device(device: object) -> int:
     return number
 
 
-class _Sitting:
+class _SittingThreads:
     """Sits out steps, one thread for each optimizer."""
 
     def __init__(self, *, average_of_active: bool) -> None:

@@ -1,7 +1,7 @@
 """
 Chooses the size of an optimizer's buckets by measuring how long buckets of a few sizes take between its ranks.
 
-    measure: all-reduces of zeros ── seconds ── fit: Line (latency and bandwidth)   once per device type and dtype
+    measure: all-reduces of zeros ── seconds ── fit: TimeModel (latency and bandwidth)   once per device type and dtype
     candidates: the predicted step for each size ── rank 0 takes the shortest, logs it and sends it to every rank
 
 `optimizer` passes `tuned_cap` to the reducer, and `opening` calls it once the optimizer's engine is open.
@@ -68,7 +68,7 @@ class GradientType(NamedTuple):
         return cls(part.device.type, str(part.dtype).removeprefix("torch."))
 
 
-class Line(NamedTuple):
+class TimeModel(NamedTuple):
     """A linear model of a bucket's time: ``alpha_s`` latency plus ``beta_s`` seconds per byte, neither negative."""
 
     alpha_s: float
@@ -181,7 +181,7 @@ def measure(
     return times_s
 
 
-def fit(times_s: Mapping[int, float]) -> Line:
+def fit(times_s: Mapping[int, float]) -> TimeModel:
     """Returns the line with the least sum of relative deviations from ``times_s``, the measured seconds by bytes.
 
     It tries every line through two points, and every line through one point that has only a latency or only a
@@ -189,16 +189,16 @@ def fit(times_s: Mapping[int, float]) -> Line:
     milliseconds. They are not squared, so that one size measured on a busy machine does not dominate.
     """
     points = [(nbytes, max(time_s, _SHORTEST_S)) for nbytes, time_s in times_s.items()]
-    lines = [Line(time_s, 0.0) for _, time_s in points]
+    lines = [TimeModel(time_s, 0.0) for _, time_s in points]
     for (few, sooner_s), (many, later_s) in combinations(sorted([(0, 0.0), *points]), 2):
         beta_s = (later_s - sooner_s) / (many - few)
-        lines.append(Line(sooner_s - beta_s * few, beta_s))
+        lines.append(TimeModel(sooner_s - beta_s * few, beta_s))
     possible = [line for line in lines if min(line) >= 0]
     return min(possible, key=lambda line: sum(abs(line.time_s(nbytes) / time_s - 1) for nbytes, time_s in points))
 
 
 def candidates(
-    specs: Sequence[ParamSpec], groups: Sequence[Sequence[str]], line_of: Mapping[GradientType, Line]
+    specs: Sequence[ParamSpec], groups: Sequence[Sequence[str]], line_of: Mapping[GradientType, TimeModel]
 ) -> list[Candidate]:
     """Returns the caps from 64 KiB in powers of two up to the first that holds all gradients, with their steps."""
     total = sum(plan.nbytes for plan in _travelling(specs, 0, groups))
@@ -210,7 +210,7 @@ def candidates(
     return found
 
 
-def step_s(specs: Sequence[ParamSpec], plans: Sequence[BucketPlan], line_of: Mapping[GradientType, Line]) -> float:
+def step_s(specs: Sequence[ParamSpec], plans: Sequence[BucketPlan], line_of: Mapping[GradientType, TimeModel]) -> float:
     """Returns the predicted seconds from the start of backward to the last average, with these buckets."""
     travelling = {piece.spec.name for plan in plans for piece in plan.slices}
     order = [spec for spec in reversed(specs) if spec.name in travelling]

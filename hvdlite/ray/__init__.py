@@ -17,12 +17,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .executor import RayExecutor, Settings
+from .executor import ExecutorSettings, RayExecutor
 
 if TYPE_CHECKING:
     from .train import HvdliteConfig
 
-__all__ = ["HvdliteConfig", "RayExecutor", "Settings"]
+__all__ = ["ExecutorSettings", "HvdliteConfig", "RayExecutor"]
 
 
 if not TYPE_CHECKING:  # otherwise type checkers would accept any name

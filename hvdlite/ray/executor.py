@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NoReturn
 from ..errors import CommunicationError
 from ..runtime.world import shutdown
 from ..values import seconds, shown, whole_number
-from .places import Place, WorkerFacts, in_order_of_ranks, own_facts, places_of, take
+from .places import RayPlace, WorkerFacts, in_order_of_ranks, own_facts, places_of, take
 from .ray_package import import_ray
 from .store_actor import start_store
 
@@ -35,14 +35,14 @@ _LEAVING_S = 5.0
 
 
 @dataclass(frozen=True)
-class Settings:
+class ExecutorSettings:
     """How long `RayExecutor.start` waits, in seconds: for workers to start, and for the resources of all of them."""
 
     timeout_s: float = 30.0
     placement_group_timeout_s: float = 100.0
 
 
-class _Worker:
+class _RankActor:
     """The actor that is one rank."""
 
     def __init__(self, prepare: Callable[[], object] | None) -> None:
@@ -57,7 +57,7 @@ class _Worker:
     def facts(self) -> WorkerFacts:
         return own_facts()
 
-    def take(self, place: Place, store: Any) -> None:
+    def take(self, place: RayPlace, store: Any) -> None:
         self._name = f"rank {place.placement.rank}"
         take(place, store)
 
@@ -99,7 +99,7 @@ class RayExecutor:
 
     def __init__(
         self,
-        settings: Settings | None = None,
+        settings: ExecutorSettings | None = None,
         num_workers: int | None = None,
         num_hosts: int | None = None,
         num_workers_per_host: int = 1,
@@ -130,8 +130,8 @@ class RayExecutor:
             raise ValueError("RayExecutor: pass either num_workers or num_hosts, with num_workers_per_host")
         if gpus_per_worker is not None and not use_gpu:
             raise ValueError(f"RayExecutor(gpus_per_worker={shown(gpus_per_worker)}) needs use_gpu=True")
-        self._settings = settings or Settings()
-        if not isinstance(self._settings, Settings):
+        self._settings = settings or ExecutorSettings()
+        if not isinstance(self._settings, ExecutorSettings):
             raise TypeError(f"RayExecutor(settings={shown(settings)}): make them with RayExecutor.create_settings()")
         self._use_current_group = use_current_placement_group
         per_worker = {"CPU": _at_least(0, cpus_per_worker, "cpus_per_worker")}
@@ -157,7 +157,7 @@ class RayExecutor:
         ssh_str: str | None = None,
         placement_group_timeout_s: float = 100,
         nics: Sequence[str] | None = None,
-    ) -> Settings:
+    ) -> ExecutorSettings:
         """Returns settings for the constructor. Arguments of ssh are refused: Ray starts the workers.
 
         ``nics`` is refused too: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME by ``start(extra_env_vars=...)`` where
@@ -171,7 +171,7 @@ class RayExecutor:
                 "create_settings(nics=...): leave it out; GLOO_SOCKET_IFNAME in start(extra_env_vars=...) names an "
                 "interface other than Ray's"
             )
-        return Settings(
+        return ExecutorSettings(
             seconds(timeout_s, "timeout_s"), seconds(placement_group_timeout_s, "placement_group_timeout_s")
         )
 
@@ -206,7 +206,7 @@ class RayExecutor:
     def _start_workers(self, extra_env_vars: Mapping[str, str] | None) -> None:
         environment = {"runtime_env": {"env_vars": dict(extra_env_vars)}} if extra_env_vars else {}
         options = {"num_cpus": self._per_worker["CPU"], "num_gpus": self._per_worker.get("GPU", 0), **environment}
-        actor, given = _ray.remote(_Worker), self._given_group()
+        actor, given = _ray.remote(_RankActor), self._given_group()
         group = given or self._make_group()
         for number in range(self.num_workers):
             bundle = -1 if given else number // self._per_bundle

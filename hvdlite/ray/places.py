@@ -36,7 +36,7 @@ class WorkerFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RayPlace:
     """A worker's rank, the variables to set there, and the address of its host if there are other hosts."""
 
     placement: Placement
@@ -60,7 +60,7 @@ def in_order_of_ranks(facts: Sequence[WorkerFacts]) -> list[int]:
     return sorted(range(len(facts)), key=lambda number: nodes.index(facts[number].node))
 
 
-def places_of(facts: Sequence[WorkerFacts], job: str) -> list[Place]:
+def places_of(facts: Sequence[WorkerFacts], job: str) -> list[RayPlace]:
     """Returns the places of all workers; ``facts`` are in the order of the ranks. No other job has the same ``job``."""
     nodes = [each.node for each in facts]
     several = len(set(nodes)) > 1
@@ -76,7 +76,7 @@ def places_of(facts: Sequence[WorkerFacts], job: str) -> list[Place]:
         for rank, each in enumerate(facts)
     ]
     return [
-        Place(placement, _variables(rank, placements, facts), facts[rank].address if several else None)
+        RayPlace(placement, _variables(rank, placements, facts), facts[rank].address if several else None)
         for rank, placement in enumerate(placements)
     ]
 
@@ -108,7 +108,7 @@ def _variables(rank: int, placements: Sequence[Placement], facts: Sequence[Worke
     return variables
 
 
-def take(place: Place, store: Any) -> None:
+def take(place: RayPlace, store: Any) -> None:
     """Makes the next `hvd.init` of this process connect as the rank of ``place``, through the actor ``store``."""
     os.environ.update(place.variables)
     take_place(GivenPlace(place.placement, RayStore(store), place.address))

@@ -9,7 +9,7 @@ in each `hvd.init`. `launchers` makes a `Placement` of it, and `runtime.elastic_
 Where the program of the ranks that there are is in a function of `hvd.elastic.run`, a new worker first makes its model
 and whatever comes before that function, and asks for a rank after that: so nobody waits for it meanwhile.
 
-    rank 0, in the function ── elastic/program ── a new worker, or one that waits for a rank ── Program
+    rank 0, in the function ── elastic/program ── a new worker, or one that waits for a rank ── JoinableProgram
     the latter takes back that it has asked ── INIT_FAILED ── hvdlite-run ── standby/<number> ── `take_back`
 """
 
@@ -33,7 +33,7 @@ _PAUSE_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class JoinableProgram:
     """A program that new workers can join: the hosts of its ranks, by rank."""
 
     hosts: tuple[str, ...]
@@ -44,26 +44,28 @@ def tell_of_program(client: StoreClient, hosts: Sequence[str]) -> None:
     client.set({f"{_PROGRAM}/0".encode(): json.dumps(list(hosts)).encode()})
 
 
-def find_program(client: StoreClient) -> Program | None:
+def find_program(client: StoreClient) -> JoinableProgram | None:
     """Returns the program that a new worker can join; None if there is none yet."""
     key = f"{_PROGRAM}/0".encode()
     try:
         (is_there,) = client.request(StoreRequest.CHECK, [key])
-        return Program(tuple(json.loads(client.get([key])[0]))) if int(is_there) else None
+        return JoinableProgram(tuple(json.loads(client.get([key])[0]))) if int(is_there) else None
     except (OSError, ValueError) as error:
         raise CommunicationError(f"hvd.init() failed: hvdlite-run's agent does not answer: {error}") from error
 
 
-def wait_for_rank_or_program(client: StoreClient, listening: StoreClient, worker: int) -> RankAssignment | Program:
+def wait_for_rank_or_program(
+    client: StoreClient, listening: StoreClient, worker: int
+) -> RankAssignment | JoinableProgram:
     """Does what `wait_for_rank` does, for a first rank, or returns the program that it can join if that comes first.
 
     ``listening`` is another client of the same store.
     """
-    found: list[Program] = []
+    found: list[JoinableProgram] = []
     is_over = threading.Event()
 
     def interrupt(value: bytes) -> None:
-        found.append(Program(tuple(json.loads(value))))
+        found.append(JoinableProgram(tuple(json.loads(value))))
         # More than once, because the other thread may just begin to wait.
         while not is_over.wait(_PAUSE_S):
             client.hang_up()

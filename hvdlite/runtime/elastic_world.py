@@ -34,7 +34,7 @@ from ..rendezvous.key_listener import KeyListener
 from ..rendezvous.launchers import ElasticWorker, read_placement
 from ..rendezvous.placement import placements_to_topology
 from ..rendezvous.store_client import StoreClient
-from ..rendezvous.wait_for_rank import Program, find_program, take_back, wait_for_rank, wait_for_rank_or_program
+from ..rendezvous.wait_for_rank import JoinableProgram, find_program, take_back, wait_for_rank, wait_for_rank_or_program
 from ..signing import Signer
 from .connect_ranks import LauncherEnd, connect_all, store_client
 from .make_world import InitCall, World
@@ -77,7 +77,7 @@ def connect_elastic(worker: ElasticWorker, call: InitCall) -> World:
         if may_stand_by:
             listening = StoreClient.from_url(worker.store_url)
             found = wait_for_rank_or_program(launcher.client, listening, worker.number)
-            if isinstance(found, Program):
+            if isinstance(found, JoinableProgram):
                 # As long as it counts as ready, the others would wait for it.
                 launcher.tell(StoreRequest.INIT_FAILED, call.timeout.timeout, 0)
                 if take_back(launcher.client, worker.number):
@@ -140,7 +140,7 @@ def _ended_with(worker: ElasticWorker, assignment: RankAssignment, connecting: C
         listener.close()
 
 
-def _stand_by(program: Program, worker: ElasticWorker, call: InitCall) -> World:
+def _stand_by(program: JoinableProgram, worker: ElasticWorker, call: InitCall) -> World:
     """Returns a world without other ranks, in which a new worker makes what its program needs to become a rank."""
     call.process.has_stood_by = True
     # It takes the place of one that was lost, if not all others'.

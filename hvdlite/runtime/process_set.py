@@ -20,7 +20,7 @@ from ..values import MOST, shown, whole_number
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class SetMembership:
     """A registered set on one rank, whose global number is ``own_rank``.
 
     ``group`` is None if the rank is not a member. ``generation`` is that of the world in which the set is registered.
@@ -47,7 +47,7 @@ class ProcessSet:
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
         self._ranks = _check_ranks(ranks_or_comm)
-        self._registered: Membership | None = None
+        self._registered: SetMembership | None = None
 
     @property
     def process_set_id(self) -> int | None:
@@ -85,8 +85,8 @@ class ProcessSet:
             )
         return group.rank
 
-    def membership(self) -> Membership:
-        """Returns this rank's `Membership`; raises a ValueError if the set is not registered."""
+    def membership(self) -> SetMembership:
+        """Returns this rank's `SetMembership`; raises a ValueError if the set is not registered."""
         if self._registered is None:
             raise WrongTypeError(
                 f"{self} is not registered, or was removed: call hvd.add_process_set(process_set) on every rank of "
@@ -113,7 +113,7 @@ class ProcessSet:
         """Sets the function that returns this process's global rank; this module cannot import `world`."""
         cls._own_rank = staticmethod(function)
 
-    def register(self, membership: Membership | None) -> None:
+    def register(self, membership: SetMembership | None) -> None:
         """Stores the membership once all ranks have registered the set; None once they have removed it."""
         self._registered = membership
 

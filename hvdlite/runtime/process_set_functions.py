@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from ..comm.group import Group
 from ..outside_graphs import outside_graphs
-from .process_set import Membership, check_process_set
 from .process_set import ProcessSet as ProcessSet  # noqa: PLC0414  # `hvdlite` re-exports it from this module
+from .process_set import SetMembership, check_process_set
 from .world import current_world, is_initialized
 
 
@@ -30,9 +30,9 @@ class _AllRanks(ProcessSet):
     def ranks(self) -> list[int]:
         return list(current_world().group.ranks)
 
-    def membership(self) -> Membership:
+    def membership(self) -> SetMembership:
         world = current_world()
-        return Membership(0, world.group.rank, world.group, world.generation)
+        return SetMembership(0, world.group.rank, world.group, world.generation)
 
     def __str__(self) -> str:
         return super().__str__() if is_initialized() else "global_process_set"

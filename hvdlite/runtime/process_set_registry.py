@@ -1,7 +1,7 @@
 """
 `Registry`: the process sets of one world. All ranks add and remove sets together, under the same numbers.
 
-    add ── all ranks have called it ── the members open a Group ── Membership on every rank
+    add ── all ranks have called it ── the members open a Group ── SetMembership on every rank
 
 `process_set_functions` and `world.init` call it. It runs each change as an operation of the controller, so that all
 ranks make the changes in the same order.
@@ -18,7 +18,7 @@ from ..control.controller import Controller
 from ..control.generation import Generation
 from ..control.operation import ADD_PROCESS_SET, Execution, Kind, Operation
 from ..errors import CommunicationError
-from .process_set import Membership, ProcessSet
+from .process_set import ProcessSet, SetMembership
 
 _REMOVE_PROCESS_SET = Kind("remove_process_set")
 
@@ -103,7 +103,7 @@ class Registry:
                 group.close()
             raise
         # Last, since other threads read the sets, such as the one that ends the waits for a lost rank.
-        process_set.register(Membership(set_id, self._all_ranks.rank, group, self._generation))
+        process_set.register(SetMembership(set_id, self._all_ranks.rank, group, self._generation))
         self._sets[set_id] = process_set
 
     def _require_opened(self, process_set: ProcessSet, execution: Execution, failure: RuntimeError | None) -> None:

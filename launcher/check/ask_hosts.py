@@ -67,12 +67,12 @@ def ask_hosts(
         if reached:
             slots = plan_slots(reached)
             agents.start(slots, greeted.hellos)
-            collector = Collector({slot.number: slot.host for slot in slots}, agents.output_shown, log)
+            collector = ReplyCollector({slot.number: slot.host for slot in slots}, agents.output_shown, log)
             replies |= collector.run(events, question, say)
     return {host.label: replies[host.label] for host in hosts}
 
 
-class Collector:
+class ReplyCollector:
     """Collects the events of the hosts into replies. Each host has one worker."""
 
     def __init__(

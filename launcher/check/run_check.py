@@ -100,7 +100,7 @@ def round_trips_in(replies: Mapping[str, Reply]) -> RoundTrips:
     for first, second in pairs:
         of_both = [said[first].get(second), said[second].get(first)]
         directions = zip([(first, second), (second, first)], of_both, strict=True)
-        if found := {pair: word.why for pair, word in directions if isinstance(word, Blocked)}:
+        if found := {pair: word.why for pair, word in directions if isinstance(word, BlockedPeer)}:
             blocked |= found
             continue
         errors = [word for word in of_both if isinstance(word, str)]
@@ -114,14 +114,14 @@ def round_trips_in(replies: Mapping[str, Reply]) -> RoundTrips:
 
 
 @dataclass(frozen=True)
-class Blocked:
+class BlockedPeer:
     """A host cannot open a TCP connection to its peer: the reason."""
 
     why: str
 
 
-def _said_of_peers(reply: Reply, labels: list[str]) -> dict[str, float | str | Blocked]:
-    said: dict[str, float | str | Blocked] = {}
+def _said_of_peers(reply: Reply, labels: list[str]) -> dict[str, float | str | BlockedPeer]:
+    said: dict[str, float | str | BlockedPeer] = {}
     for line in reply.lines:
         try:
             word = json.loads(line)
@@ -132,10 +132,10 @@ def _said_of_peers(reply: Reply, labels: list[str]) -> dict[str, float | str | B
     return said
 
 
-def _result(word: dict[str, Any]) -> float | str | Blocked:
+def _result(word: dict[str, Any]) -> float | str | BlockedPeer:
     if "us" in word:
         return float(word["us"])
-    return Blocked(one_line(str(word["blocked"]))) if "blocked" in word else one_line(str(word["error"]))
+    return BlockedPeer(one_line(str(word["blocked"]))) if "blocked" in word else one_line(str(word["error"]))
 
 
 def _marks() -> Marks:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from ..plan.chaos_spec import OF_A_HOST, ChaosSpec, Fault, worker_form
+from ..plan.chaos_spec import OF_A_HOST, ChaosFault, ChaosSpec, worker_form
 from ..plan.elastic_spec import Policy
 from ..system.signals import signal_name
 from ..system.table import table
@@ -29,7 +29,7 @@ from ..wire.messages import (
     Lost,
     Refused,
 )
-from ..workers.failure_message import Outcome
+from ..workers.failure_message import JobOutcome
 from ..workers.roster import Roster
 from .elastic_job import ElasticJob
 from .membership import Member, Membership
@@ -106,7 +106,7 @@ class ChaosFaults:
     def __init__(self, spec: ChaosSpec, first_np: int) -> None:
         self._spec = spec
         self._first_np = first_np
-        self.given: dict[int, tuple[Fault, ...]] = {}
+        self.given: dict[int, tuple[ChaosFault, ...]] = {}
 
     def variable_of(self, worker: int) -> str:
         """Returns the HVDLITE_CHAOS of a worker that is started now."""
@@ -144,7 +144,7 @@ class ChaosJob:
         self._began_at = clock()
         self._gone: set[int] = set()  # the workers that have ended
         self._has_done = False  # whether one has ended with exit code 0
-        self._begun: set[Fault] = set()
+        self._begun: set[ChaosFault] = set()
         self._records: dict[int, Record] = {}  # the last fault of each worker
         self._clock_from: float | None = None
         self._clock_number = 0
@@ -169,7 +169,7 @@ class ChaosJob:
         if may and fault.kind in ("agent", "host"):
             self._end_host(fault.kind, fault.worker)
 
-    def _may(self, fault: Fault) -> bool:
+    def _may(self, fault: ChaosFault) -> bool:
         if not fault.is_seeded:
             return True
         if fault.point == "init":
@@ -203,7 +203,7 @@ class ChaosJob:
         faulty = {worker for worker, record in self._records.items() if record.generation >= current.number}
         return [each for each in current.members if each.worker not in self._gone | faulty]
 
-    def _begin(self, kind: str, worker: int, *, fault: Fault | None = None, step: int | None = None) -> None:
+    def _begin(self, kind: str, worker: int, *, fault: ChaosFault | None = None, step: int | None = None) -> None:
         current, known = self._membership.current, self._roster[worker]
         is_seeded = fault is None or fault.is_seeded
         record = Record(
@@ -319,7 +319,7 @@ class ChaosJob:
     def on_hosts(self, event: HostEvent) -> None:
         self._job.on_hosts(event)
 
-    def decide(self, outcome: Outcome) -> None:
+    def decide(self, outcome: JobOutcome) -> None:
         self._job.decide(outcome)
 
     def settle(self) -> None:

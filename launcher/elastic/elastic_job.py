@@ -33,9 +33,9 @@ from ..wire.messages import (
     Unresponsive,
 )
 from ..workers.ending import FAILURE_GRACE_S, Ending
-from ..workers.failure_message import Outcome, failure_message, name_workers
+from ..workers.failure_message import JobOutcome, failure_message, name_workers
 from ..workers.first_failure import FirstFailure
-from ..workers.generation_table import GenerationTable, Row
+from ..workers.generation_table import GenerationRow, GenerationTable
 from ..workers.roster import Roster
 from .cut_links import CutLinks, CutOff
 from .elastic_hosts import ElasticHosts
@@ -44,9 +44,9 @@ from .host_slots import Place
 from .membership import (
     Action,
     Dismiss,
+    ElasticGeneration,
     EndJob,
     EndWorkers,
-    Generation,
     JobDone,
     Membership,
     Notify,
@@ -122,7 +122,7 @@ class ElasticJob:
         self._told_to_end: dict[int, str] = {}  # those that were signalled, and why
         self._dismissed: set[int] = set()  # those that have no place in later generations, and were told so
         self._living: set[int] = set()
-        self._published: Generation | None = None
+        self._published: ElasticGeneration | None = None
         self._names: dict[int, str] = {}  # of its members, with their ranks
         # Since it was published: how its members have ended, in order, and why each is gone.
         self._ends: list[Exited | Lost] = []
@@ -150,7 +150,7 @@ class ElasticJob:
             return
         match event:
             case DiscoveryFailed():
-                self.decide(Outcome(1, event.why))
+                self.decide(JobOutcome(1, event.why))
                 self._end()
                 return
             case HostsFound():
@@ -294,11 +294,11 @@ class ElasticJob:
                 self._post(Exited(refused.worker, refused.exit_code))
             return
         where = "" if refused.host is None else f"{host}: "
-        self.decide(Outcome(refused.exit_code, where + refused.why))
+        self.decide(JobOutcome(refused.exit_code, where + refused.why))
         self._is_over = True
         self._ending.running.clear()  # the agent will not report how the started ones end; hanging up ends them
 
-    def decide(self, outcome: Outcome) -> None:
+    def decide(self, outcome: JobOutcome) -> None:
         """Sets the outcome, unless there is an earlier cause."""
         if self._last is not None:
             self._last.decide(outcome)
@@ -352,7 +352,7 @@ class ElasticJob:
             return
         hosts = ", ".join(dict.fromkeys(self._roster[number].host for number in absent))
         self.decide(
-            Outcome(
+            JobOutcome(
                 1,
                 f"{self._roster.name(absent)} on {hosts} did not call hvd.init() within {self._start_timeout_s:g} s "
                 "(--start-timeout) of the first that did",
@@ -407,7 +407,7 @@ class ElasticJob:
                 case EndJob(why, is_limit):
                     self._let_fail(why, is_limit=is_limit)
                 case JobDone():
-                    self.decide(Outcome())
+                    self.decide(JobOutcome())
                     self._end()
 
     def _start(self, worker: int, place: Place) -> None:
@@ -459,7 +459,7 @@ class ElasticJob:
         self._kill_at.update(dict.fromkeys(workers, self._now() + FAILURE_GRACE_S))
         self._signal_workers(workers, signum)
 
-    def _publish(self, generation: Generation) -> None:
+    def _publish(self, generation: ElasticGeneration) -> None:
         before = () if self._published is None else tuple(each.worker for each in self._published.members)
         now = {each.worker: rank for rank, each in enumerate(generation.members)}
         self._count_failed_meetings()
@@ -492,7 +492,7 @@ class ElasticJob:
             came = [
                 f"{name_workers(now)} on {', '.join(dict.fromkeys(each.place.host for each in generation.members))}"
             ]
-        self.table.add(Row(generation.number, self._now() - self._began_at, len(now), came, left))
+        self.table.add(GenerationRow(generation.number, self._now() - self._began_at, len(now), came, left))
         self._assignments.begin(generation.number)
         newcomers = sum(each.since == generation.number for each in generation.members)
         for worker, rank in now.items():
@@ -505,7 +505,7 @@ class ElasticJob:
         self._failed_meetings = 0 if self._is_met() or self._why_gone else self._failed_meetings + 1
         if self._failed_meetings >= MOST_FAILED_MEETINGS:
             self.decide(
-                Outcome(
+                JobOutcome(
                     1,
                     f"the ranks of {self._failed_meetings} generations in a row called hvd.init(), but were not "
                     "connected to all others: is a firewall between the hosts, or is it the wrong network? See "
@@ -539,12 +539,12 @@ class ElasticJob:
         """
         self._is_over = True
         if why is not None:
-            self.decide(Outcome(1, f"{why}. {self._last_failure}" if is_limit and self._last_failure else why))
+            self.decide(JobOutcome(1, f"{why}. {self._last_failure}" if is_limit and self._last_failure else why))
             self._ending.end()
             return
         if self._has_ended_members:
             # Not only those that have failed by themselves.
-            self.decide(Outcome(1, f"no rank is left: {'; '.join(dict.fromkeys(self._why_gone.values()))}"))
+            self.decide(JobOutcome(1, f"no rank is left: {'; '.join(dict.fromkeys(self._why_gone.values()))}"))
             self._ending.end()
             return
         self._last = FirstFailure({}, self._ending, self._roster, start_timeout_s=self._start_timeout_s)
@@ -554,7 +554,7 @@ class ElasticJob:
             else:
                 self._last.on_lost(end)
         if all(isinstance(end, Exited) and end.returncode == 0 for end in self._ends):
-            self.decide(Outcome(1, "; ".join(dict.fromkeys(self._why_gone.values())) or "all ranks were ended"))
+            self.decide(JobOutcome(1, "; ".join(dict.fromkeys(self._why_gone.values())) or "all ranks were ended"))
             self._ending.end()
 
     def _end(self) -> None:

@@ -36,7 +36,7 @@ class Store(Protocol):
 
 
 @dataclass
-class _Asked:
+class _LastQuestion:
     """The last question to one worker."""
 
     number: int
@@ -67,7 +67,7 @@ class Hangs:
         self._store = store
         self._clock = clock
         self._tell = tell
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, _LastQuestion] = {}
         self._looked_at_s = clock()
 
     def begin(self, worker: int) -> None:
@@ -130,5 +130,5 @@ class Hangs:
         return silent if any(worker not in silent for worker in self.those_who_wait(waiting)) else []
 
     def _ask(self, worker: int, number: int, *, waits: bool = False) -> None:
-        asked = self._asked[worker] = _Asked(number, self._clock(), waits=waits)
+        asked = self._asked[worker] = _LastQuestion(number, self._clock(), waits=waits)
         self._store.put(asked.key(worker), b"%d" % number)

@@ -39,7 +39,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Generation:
+class ElasticGeneration:
     """A world: its members by rank, and why the one before has ended ("" if only because hosts have changed)."""
 
     number: int
@@ -58,7 +58,7 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class Publish:
-    generation: Generation
+    generation: ElasticGeneration
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Membership:
         self._slots = HostSlots(policy, jitter, rest_s)
         self._workers: dict[int, _Worker] = {}  # those that run
         self._next_worker = 0
-        self.current: Generation | None = None
+        self.current: ElasticGeneration | None = None
         self._causes: list[str] = []  # of the end of the current generation
         self._notified: Notify | None = None
         self._wait: _Wait | None = None
@@ -483,7 +483,7 @@ class Membership:
             each.asks_after = None
             members.append(Member(each.number, each.place, each.since))
         why = "; ".join(dict.fromkeys(self._causes)) or ("the job begins" if number == 1 else "")
-        self.current = Generation(number, tuple(members), why)
+        self.current = ElasticGeneration(number, tuple(members), why)
         self._causes, self._has_failed, self._notified = [], False, None
         yield Publish(self.current)
 

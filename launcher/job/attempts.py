@@ -13,16 +13,16 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from ..agents.wait_for_agents import UnreachableError
-from ..plan.exported_variables import Environment
+from ..plan.exported_variables import WorkerEnvironment
 from ..plan.hosts import Host
 from ..plan.job_spec import JobSpec
 from ..store.server import Store
 from ..system.terminal_text import say
-from ..workers.failure_message import Outcome
+from ..workers.failure_message import JobOutcome
 from .launch import count_slots, launch
 
 
-def run_attempts(job: JobSpec, new_store: Callable[[], Store] | None = None) -> Outcome:
+def run_attempts(job: JobSpec, new_store: Callable[[], Store] | None = None) -> JobOutcome:
     """Runs a job and returns the outcome of its last attempt; see `launch`.
 
     ``new_store`` makes the store of each attempt, for a caller that exchanges values with the workers.
@@ -59,7 +59,7 @@ def run_attempts(job: JobSpec, new_store: Callable[[], Store] | None = None) -> 
     return outcome
 
 
-def _attempt(job: JobSpec, hosts: tuple[Host, ...], number: int, new_store: Callable[[], Store] | None) -> Outcome:
+def _attempt(job: JobSpec, hosts: tuple[Host, ...], number: int, new_store: Callable[[], Store] | None) -> JobOutcome:
     assert job.restart is not None
     counts = {
         "TORCHELASTIC_RESTART_COUNT": str(number),
@@ -71,7 +71,7 @@ def _attempt(job: JobSpec, hosts: tuple[Host, ...], number: int, new_store: Call
         hosts=hosts,
         attempt=number,
         size=job.size if number == 0 else _size(job, hosts),
-        environment=Environment({**here, **counts}, {**elsewhere, **counts}),
+        environment=WorkerEnvironment({**here, **counts}, {**elsewhere, **counts}),
         record_dir=_directory(job.record_dir, number),
         report_dir=_directory(job.report_dir, number),
     )

@@ -59,7 +59,7 @@ from ..wire.messages import (
     UserSignal,
 )
 from ..workers.ending import Ending
-from ..workers.failure_message import Outcome
+from ..workers.failure_message import JobOutcome
 from ..workers.first_failure import FirstFailure
 from ..workers.generation_table import GenerationTable
 from ..workers.roster import Roster
@@ -73,7 +73,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *_FOR_
 _HASTY_AGENT_S, _HASTY_SCREEN_S = 2.0, 1.0
 
 
-def launch(job: JobSpec, store: Store | None = None) -> Outcome:
+def launch(job: JobSpec, store: Store | None = None) -> JobOutcome:
     """Runs a job and returns its outcome.
 
     ``store`` is the workers' rendezvous store, for a caller that exchanges values with them. Then the message about a
@@ -226,7 +226,7 @@ class _Views:
         if job.summary_file is not None:
             self._summary = Summary(job.summary_file, facts, job.command, job.attempt, screen.say)
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: JobOutcome) -> None:
         """Writes the last state of all files."""
         self._screen.record("ended", exit_code=outcome.exit_code, why=outcome.message)
         if self._metrics is not None:

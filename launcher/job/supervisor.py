@@ -1,6 +1,6 @@
 """Runs one job's event loop until no worker is left: dispatches events, and keeps time.
 
-    events ──► Supervisor.run ──► signals to workers, text to the screen, an Outcome
+    events ──► Supervisor.run ──► signals to workers, text to the screen, an JobOutcome
 
 `launch` creates and runs it. A job has ended when all its workers have. A `Judgement` decides what the end of a worker
 or a lost host means: `first_failure` in a job whose ranks stay the same, `elastic_job` in one that goes on with others.
@@ -52,7 +52,7 @@ from ..wire.messages import (
     WatchAsked,
 )
 from ..workers.ending import Ending
-from ..workers.failure_message import Outcome
+from ..workers.failure_message import JobOutcome
 from ..workers.roster import Roster
 
 
@@ -103,7 +103,7 @@ class Judgement(Protocol):
     def on_lost(self, lost: Lost) -> None: ...
     def on_refused(self, refused: Refused) -> None: ...
     def on_hosts(self, event: HostEvent) -> None: ...
-    def decide(self, outcome: Outcome) -> None: ...
+    def decide(self, outcome: JobOutcome) -> None: ...
     def settle(self) -> None: ...
     def time_left_s(self) -> float | None: ...
     def time_passes(self) -> None: ...
@@ -141,7 +141,7 @@ class Supervisor:
         self._on_fault = on_fault
         self._observers = observers
 
-    def run(self, events: SimpleQueue[Event]) -> Outcome:
+    def run(self, events: SimpleQueue[Event]) -> JobOutcome:
         """Handles events until no worker runs and none will, and returns the outcome."""
         ending, judgement = self._ending, self._judgement
         while (ending.running or (ending.outcome is None and judgement.goes_on)) and not ending.gave_up:
@@ -162,7 +162,7 @@ class Supervisor:
                     observer.on_event(event)
                 self._on(event)
         judgement.settle()
-        outcome = ending.outcome or Outcome()
+        outcome = ending.outcome or JobOutcome()
         return replace(outcome, hasty=outcome.hasty or ending.gave_up)
 
     def _others(self) -> Iterator[tuple[float | None, Callable[[], None]]]:
@@ -233,7 +233,7 @@ class Supervisor:
                 if self._ending.outcome is None and not self._judgement.knows_failure:
                     # When a terminal closes, the write may fail before SIGHUP arrives.
                     self._ending.effect_of = signal.SIGHUP
-                self._judgement.decide(Outcome.without_screen(event))
+                self._judgement.decide(JobOutcome.without_screen(event))
                 self._ending.end()
             case FaultAsked():
                 self._on_fault(event)

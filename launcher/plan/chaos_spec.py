@@ -60,7 +60,7 @@ _EVERY = re.compile(r"([0-9]{1,9})|([0-9]{1,6}(?:\.[0-9]{1,3})?)s")
 
 
 @dataclass(frozen=True)
-class Fault:
+class ChaosFault:
     """One fault of one worker: when it passes ``point`` for the first time in or after its ``step``-th step.
 
     A worker counts its own optimizer steps, from 0.
@@ -99,7 +99,7 @@ class Seeded:
     points: tuple[str, ...]
     count: int | None
 
-    def fault_of(self, worker: int, ranks: int) -> Fault | None:
+    def fault_of(self, worker: int, ranks: int) -> ChaosFault | None:
         """Returns the fault by steps of the worker with this number, in a job that begins with ``ranks``.
 
         The first workers have turns, one each ``every_steps``; one that takes the place of another has the last.
@@ -117,7 +117,7 @@ class Seeded:
         kind, point = draw.choice(self.kinds), draw.choice(points)
         step = (turns[worker] if is_first else ranks) * self.every_steps
         step += draw.randint(self.every_steps // 2, self.every_steps - 1)
-        return Fault(kind, point, worker, 0 if point == "init" else step, is_seeded=True)
+        return ChaosFault(kind, point, worker, 0 if point == "init" else step, is_seeded=True)
 
     def by_clock(self, number: int) -> ClockFault:
         """Returns the ``number``-th fault by the clock, from 0."""
@@ -130,7 +130,7 @@ class Seeded:
 class ChaosSpec:
     """All faults of a job. The report on them is written to ``report_file``, if that is not None."""
 
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[ChaosFault, ...] = ()
     seeded: Seeded | None = None
     report_file: str | None = None
 
@@ -138,14 +138,14 @@ class ChaosSpec:
     def kinds(self) -> set[str]:
         return {fault.kind for fault in self.faults}.union(() if self.seeded is None else self.seeded.kinds)
 
-    def of_worker(self, worker: int, ranks: int) -> tuple[Fault, ...]:
+    def of_worker(self, worker: int, ranks: int) -> tuple[ChaosFault, ...]:
         """Returns the faults of one worker, in a job that begins with ``ranks``."""
         drawn = None if self.seeded is None else self.seeded.fault_of(worker, ranks)
         own = tuple(fault for fault in self.faults if fault.worker == worker)
         return own if drawn is None else (*own, drawn)
 
 
-def worker_form(faults: Sequence[Fault]) -> str:
+def worker_form(faults: Sequence[ChaosFault]) -> str:
     """Returns the value of HVDLITE_CHAOS for a worker with these faults: kind, point and step of each."""
     return ",".join(f"{fault.kind}@{fault.point}:{fault.step}" for fault in faults)
 
@@ -166,7 +166,7 @@ def parse_chaos(texts: Sequence[str], report_file: str | None = None) -> ChaosSp
     return ChaosSpec(tuple(faults), seeded[0] if seeded else None, report_file)
 
 
-def _fault(text: str) -> Fault:
+def _fault(text: str) -> ChaosFault:
     what, *items = text.split(":")
     kind, _, point = what.partition("@")
     _one_of(kind, KINDS, "a kind of fault")
@@ -176,7 +176,7 @@ def _fault(text: str) -> Fault:
         raise UsageError(f"which worker? Say {what}:worker=N, or draw it: {_LIKE}")
     if point == "init" and "step" in values:
         raise UsageError("a worker has taken no step in its first hvd.init(): leave out step=")
-    return Fault(kind, point, _number(values, "worker"), _number(values, "step") if "step" in values else 0)
+    return ChaosFault(kind, point, _number(values, "worker"), _number(values, "step") if "step" in values else 0)
 
 
 def _seeded(text: str) -> Seeded:

@@ -14,7 +14,7 @@ from ..system.machine import usable_cores
 from ..system.network import loopback_interface
 from .chaos_spec import ChaosSpec, worker_form
 from .elastic_spec import ElasticSpec
-from .exported_variables import Environment
+from .exported_variables import WorkerEnvironment
 from .hosts import Host
 from .job_spec import JobSpec
 from .slots import Slot
@@ -115,7 +115,7 @@ def _runs(job: JobSpec) -> str:
 
 def preview(
     slots: Sequence[Slot],
-    environment: Environment,
+    environment: WorkerEnvironment,
     facts_of: Callable[[Host], HostEnvironment | None],
     interface_of: Callable[[Host], str | None] = lambda _: None,
     by_flags: Mapping[str, str] | None = None,
@@ -163,7 +163,7 @@ def _paragraphs(places: Sequence[tuple[str, Mapping[str, str]]], all_of_them: st
 
 
 def _variables(
-    environment: Environment,
+    environment: WorkerEnvironment,
     host: Host,
     own: Mapping[str, str],
     facts: HostEnvironment | None,

@@ -38,7 +38,7 @@ _OF_ONE_RANK = re.compile(r"OMPI_COMM_WORLD_.*|PMIX?_.*|MPI_LOCAL.*")
 
 
 @dataclass(frozen=True)
-class Environment:
+class WorkerEnvironment:
     """The environment that all workers get.
 
     ``elsewhere`` is for hosts other than the launcher's, in addition to their own environment.
@@ -48,7 +48,7 @@ class Environment:
     elsewhere: Mapping[str, str]
 
 
-def chosen_environment(environ: Mapping[str, str], exports: Iterable[str], *, inherit: bool) -> Environment:
+def chosen_environment(environ: Mapping[str, str], exports: Iterable[str], *, inherit: bool) -> WorkerEnvironment:
     """Returns the part of ``environ`` that workers get, with the variables in ``exports``.
 
     That part is all of it if they ``inherit`` it, else what they need to start. Each export is ``NAME``, for the value
@@ -61,7 +61,7 @@ def chosen_environment(environ: Mapping[str, str], exports: Iterable[str], *, in
         if (inherit and not _OF_ONE_RANK.fullmatch(name)) or name in _NEEDED
     }
     elsewhere = {name: value for name, value in here.items() if inherit and not _OF_ONE_HOST.fullmatch(name)}
-    return Environment({**here, **exported}, {**elsewhere, **exported})
+    return WorkerEnvironment({**here, **exported}, {**elsewhere, **exported})
 
 
 def _read_export(export: str, environ: Mapping[str, str]) -> tuple[str, str]:

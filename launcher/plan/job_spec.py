@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .elastic_spec import ElasticSpec, RestartSpec
-from .exported_variables import Environment
+from .exported_variables import WorkerEnvironment
 from .hosts import Host
 from .ssh import Ssh
 
@@ -31,7 +31,7 @@ class JobSpec:
     size: int | None
     command: tuple[str, ...]
     cwd: str
-    environment: Environment
+    environment: WorkerEnvironment
     grace_s: float
     start_timeout_s: float
     ssh: Ssh = field(default_factory=Ssh)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ..system.signals import shell_code, signal_name
 from ..wire.messages import Event, Exited, Lost, PeakMemory, Started
-from ..workers.generation_table import GenerationTable, Row
+from ..workers.generation_table import GenerationRow, GenerationTable
 from ..workers.roster import Roster
 from .progress import JobProgress, RankProgress
 
@@ -117,6 +117,6 @@ class JobFacts:
         """Returns how far each rank had come when the last worker with that rank ended."""
         return [replace(end.last, rank=end.rank) for end in self.last_ends()]
 
-    def rows(self) -> Sequence[Row]:
+    def rows(self) -> Sequence[GenerationRow]:
         """Returns the generations that are known, as rows of `GenerationTable`."""
         return () if self.table is None else self.table.rows()

@@ -1,6 +1,6 @@
 """``--summary``: how a job has ended, as one JSON object in a file, for programs that look at jobs afterwards.
 
-    JobFacts, Outcome ──► Summary ──► FILE
+    JobFacts, JobOutcome ──► Summary ──► FILE
 
 `launch` writes it once the job has ended, after each attempt of a job that is restarted.
 """
@@ -14,8 +14,8 @@ from typing import Any
 
 from ..errors import why_not_written
 from ..system.whole_files import replace_file
-from ..workers.failure_message import Outcome
-from ..workers.generation_table import Row
+from ..workers.failure_message import JobOutcome
+from ..workers.generation_table import GenerationRow
 from .job_facts import JobFacts, WorkerEnd
 
 
@@ -31,7 +31,7 @@ class Summary:
         self._restarts = restarts
         self._say = say
 
-    def write(self, outcome: Outcome) -> None:
+    def write(self, outcome: JobOutcome) -> None:
         """Writes the file; tells the user if that fails."""
         data = summary_data(self._facts, outcome, self._command, self._restarts)
         try:
@@ -40,7 +40,7 @@ class Summary:
             self._say(f"--summary {self._path}: cannot be written: {why_not_written(error)}")
 
 
-def summary_data(facts: JobFacts, outcome: Outcome, command: Sequence[str], restarts: int) -> dict[str, Any]:
+def summary_data(facts: JobFacts, outcome: JobOutcome, command: Sequence[str], restarts: int) -> dict[str, Any]:
     """Returns what the file says of a job, for JSON. Times are Unix time, and seconds from its start."""
     verdict = _verdict(outcome)
     return {
@@ -66,7 +66,7 @@ def summary_data(facts: JobFacts, outcome: Outcome, command: Sequence[str], rest
     }
 
 
-def _verdict(outcome: Outcome) -> str:
+def _verdict(outcome: JobOutcome) -> str:
     """Returns "done", "interrupted", "lost host" or "failed"."""
     if outcome.exit_code == 0:
         return "done"
@@ -75,7 +75,7 @@ def _verdict(outcome: Outcome) -> str:
     return "failed" if outcome.lost_host is None else "lost host"
 
 
-def _next(verdict: str, outcome: Outcome) -> str:
+def _next(verdict: str, outcome: JobOutcome) -> str:
     """Returns what the user may do."""
     match verdict:
         case "done":
@@ -94,7 +94,7 @@ def _next(verdict: str, outcome: Outcome) -> str:
     return f"Look at the traceback in why: rank {outcome.rank} failed first, and the others ended because of it."
 
 
-def _generation(row: Row) -> dict[str, Any]:
+def _generation(row: GenerationRow) -> dict[str, Any]:
     return {**asdict(row), "at_s": round(row.at_s, 3)}
 
 

@@ -35,7 +35,7 @@ _ANNOUNCED: dict[StoreRequest, type[_Announcement]] = {
 
 
 @dataclass(eq=False)
-class _Reader:
+class _PendingRead:
     """A GET or WAIT in progress. Keeps each value as it was when it arrived, even if it changes before the answer."""
 
     keys: list[bytes]
@@ -64,7 +64,7 @@ class Cache:
         self._workers = workers
         self._values: dict[bytes, bytes] = {}
         # The keys that the launcher was asked for, and the readers that wait for each: none if all have disconnected.
-        self._readers: dict[bytes, dict[_Reader, None]] = {}
+        self._readers: dict[bytes, dict[_PendingRead, None]] = {}
         self._asked: dict[int, Reply] = {}
         self._next_number = 0  # of a request to the launcher
         self._revoked = Revoke(0, "")
@@ -122,7 +122,7 @@ class Cache:
             return _nothing
         found = {key: values[key] for key in keys if key in values}
         missing = [key for key in dict.fromkeys(keys) if key not in values]
-        reader = _Reader(keys, found, len(missing), with_values, reply)
+        reader = _PendingRead(keys, found, len(missing), with_values, reply)
         if not missing:
             reader.answer()
             return _nothing
@@ -133,7 +133,7 @@ class Cache:
             self._readers[key][reader] = None
         return lambda: self._forget(reader, missing)
 
-    def _forget(self, reader: _Reader, missing: list[bytes]) -> None:
+    def _forget(self, reader: _PendingRead, missing: list[bytes]) -> None:
         for key in missing:
             self._readers.get(key, {}).pop(reader, None)
 
@@ -146,7 +146,7 @@ class Cache:
         self._revoked = revoked
         for key in [key for key in self._values if self._is_revoked(key)]:
             del self._values[key]
-        failed: dict[_Reader, None] = {}
+        failed: dict[_PendingRead, None] = {}
         for key in [key for key in self._readers if self._is_revoked(key)]:
             failed |= self._readers.pop(key)
         for reader in failed:

@@ -1,6 +1,6 @@
 """Ends the workers of a job: signals, the grace period, SIGKILL, and what a signal to the launcher does.
 
-    a judgement, or a signal to the launcher ──► Ending ──► signals to workers, an Outcome
+    a judgement, or a signal to the launcher ──► Ending ──► signals to workers, an JobOutcome
 
 `supervisor` calls it when its alarm is due. Workers that are to end get a signal, and SIGKILL after a grace period. It
 is longer if the launcher was signalled, since workers may have to write a checkpoint. The first cause determines
@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from ..system.signals import signal_name
-from .failure_message import Outcome
+from .failure_message import JobOutcome
 from .roster import Roster
 
 # From the first signal to SIGKILL after a failure of a worker, a host or the screen.
@@ -51,7 +51,7 @@ class Ending:
         self.clock = clock
         self.running: set[int] = set()
         """The numbers of the workers that run."""
-        self.outcome: Outcome | None = None
+        self.outcome: JobOutcome | None = None
         """The outcome of the job, once there is a cause for its end."""
         self.effect_of = 0
         """If the launcher receives this signal now, that is the cause, and what set the outcome is its effect."""
@@ -63,7 +63,7 @@ class Ending:
         self._is_ending = False
         self._alarm: tuple[float, Callable[[], None]] | None = None
 
-    def decide(self, outcome: Outcome) -> None:
+    def decide(self, outcome: JobOutcome) -> None:
         """Sets the outcome, unless there is an earlier cause."""
         self.outcome = self.outcome or outcome
 
@@ -97,7 +97,7 @@ class Ending:
                 self._say(f"{name}: {workers} killed at once")
                 self._kill()
             return
-        self.outcome = Outcome(128 + signum, hasty=True)
+        self.outcome = JobOutcome(128 + signum, hasty=True)
         if not self.running:
             return
         if self._grace == 0:

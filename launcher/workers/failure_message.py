@@ -1,4 +1,4 @@
-"""The `Outcome` of a job, and the message about the worker that failed first: how, and the end of its stderr.
+"""The `JobOutcome` of a job, and the message about the worker that failed first: how, and the end of its stderr.
 
 `first_failure` decides which worker failed first, and words lost hosts; `init_calls` words ranks missing in hvd.init().
 If that worker wrote nothing to stderr, the message quotes another one that failed in the same way soon after it.
@@ -138,7 +138,7 @@ def _soon(other: Failure) -> str:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """The end of a job. ``message`` is shown last, and ``rank`` is the worker that failed first, if one did.
 
     ``lost_host`` is the label of the host whose loss ended the job, if one did.
@@ -157,7 +157,7 @@ class Outcome:
         return self.exit_code != 0 and not self.hasty and (self.rank is not None or self.lost_host is not None)
 
     @classmethod
-    def without_screen(cls, failed: ScreenFailed) -> Outcome:
+    def without_screen(cls, failed: ScreenFailed) -> JobOutcome:
         """Returns the outcome of a job whose output cannot be written any more."""
         if failed.error.errno == errno.EPIPE:
             return cls(128 + signal.SIGPIPE)

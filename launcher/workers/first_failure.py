@@ -1,6 +1,6 @@
 """Finds the worker that failed first, in a job whose ranks stay the same, and ends the job.
 
-    ends of workers, lost hosts, calls of hvd.init() ──► FirstFailure ──► Ending, with an Outcome
+    ends of workers, lost hosts, calls of hvd.init() ──► FirstFailure ──► Ending, with an JobOutcome
 
 `supervisor` calls it. A worker that reports that it only lost a peer is not the cause if that peer fails within a
 while. A worker that failed and wrote nothing is named together with another that failed with it and said why.
@@ -15,7 +15,7 @@ from ..plan.slots import Slot
 from ..system.signals import shell_code
 from ..wire.messages import Alive, Exited, HostEvent, InitDone, InitFailed, InitStarted, Lost, Refused
 from .ending import Ending
-from .failure_message import Outcome, failure_message
+from .failure_message import JobOutcome, failure_message
 from .init_calls import InitCalls
 from .roster import Roster
 
@@ -96,18 +96,18 @@ class FirstFailure:
         # Nobody has seen the end of those on another host, whose agent kills them once it misses the launcher.
         is_seen = lost.host in self._here
         end = "Its workers were killed" if is_seen else "If it still runs, it kills its workers by itself"
-        self.decide(Outcome(1, f"lost {lost.host}: {why}. {end}", lost_host=lost.host))
+        self.decide(JobOutcome(1, f"lost {lost.host}: {why}. {end}", lost_host=lost.host))
         self._ending.end()
 
     def on_refused(self, refused: Refused) -> None:
         where = "" if refused.host is None else f"{refused.host}: "
-        self.decide(Outcome(refused.exit_code, where + refused.why))
+        self.decide(JobOutcome(refused.exit_code, where + refused.why))
         self._ending.running.clear()  # the agent will not report how the started ones end; hanging up ends them
 
     def on_hosts(self, event: HostEvent) -> None:
         raise AssertionError(f"out of turn: {event}")
 
-    def decide(self, outcome: Outcome) -> None:
+    def decide(self, outcome: JobOutcome) -> None:
         """Sets the outcome, unless there is an earlier cause."""
         if self._ending.outcome is None and self._failed:
             self._blame(*self._failed)
@@ -132,7 +132,7 @@ class FirstFailure:
     def _look_for_absent(self) -> None:
         why = self._init_calls.missing_message(self._ending.running, self._done)
         if why is not None and self._ending.outcome is None:
-            self.decide(Outcome(1, why))
+            self.decide(JobOutcome(1, why))
             self._ending.end()
 
     def _blame_who_left(self, named: Exited, end: Exited) -> None:
@@ -148,7 +148,7 @@ class FirstFailure:
         words = failure_message(self._roster.failure(first), [self._roster.failure(other) for other in others])
         if first.peer_lost and self._done:
             words = f"{self._roster.name(self._done)} had ended with exit code 0 before the others; of these, {words}"
-        self._ending.outcome = Outcome(shell_code(first.returncode), words, rank=self._roster[first.worker].rank)
+        self._ending.outcome = JobOutcome(shell_code(first.returncode), words, rank=self._roster[first.worker].rank)
 
     # ------------------------------------------------------------------- time
 
@@ -167,5 +167,5 @@ class FirstFailure:
             self._settle_at = None
             self.settle()
             return
-        self.decide(Outcome(1, self._init_calls.timeout_message()))
+        self.decide(JobOutcome(1, self._init_calls.timeout_message()))
         self._ending.end()

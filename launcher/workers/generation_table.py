@@ -10,7 +10,7 @@ _MOST_ROWS = 50
 
 
 @dataclass(frozen=True)
-class Row:
+class GenerationRow:
     """One generation. ``at_s`` counts from the job's start; ``came`` and ``left`` name workers."""
 
     generation: int
@@ -24,21 +24,21 @@ class GenerationTable:
     """Keeps the first row and the newest ones: a job may have any number of generations."""
 
     def __init__(self) -> None:
-        self._first: Row | None = None
-        self._newest: deque[Row] = deque(maxlen=_MOST_ROWS)
+        self._first: GenerationRow | None = None
+        self._newest: deque[GenerationRow] = deque(maxlen=_MOST_ROWS)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: GenerationRow) -> None:
         if self._first is None:
             self._first = row
         else:
             self._newest.append(row)
 
     @property
-    def newest(self) -> Row | None:
+    def newest(self) -> GenerationRow | None:
         """The newest row; None if there is none yet."""
         return self._newest[-1] if self._newest else self._first
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[GenerationRow]:
         """Returns the rows that are kept."""
         return [] if self._first is None else [self._first, *self._newest]
 
@@ -55,7 +55,7 @@ class GenerationTable:
         return "\n".join(lines)
 
 
-def _lines(row: Row) -> list[str]:
+def _lines(row: GenerationRow) -> list[str]:
     changes = [*(f"- {each}" for each in row.left), *(f"+ {each}" for each in row.came)] or ["the same ranks again"]
     first = f"{row.generation:>10}  {row.at_s:>7.1f} s  {row.size:>5}  {changes[0]}"
     return [first, *(" " * 30 + each for each in changes[1:])]

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from hvdlite.bench.arguments import UsageError, read_count, show_count, show_ratio, show_time
+from hvdlite.bench.arguments import OptionError, read_count, show_count, show_ratio, show_time
 from hvdlite.bench.report import Columns, Row, ratio_of, spread, table
 
 BATCH = 16
@@ -137,7 +137,7 @@ def read_seconds(text: str) -> float:
     with suppress(ValueError):
         if 0.1 <= float(text) < 1e6:
             return float(text)
-    raise UsageError(f"{text!r} is not a number of seconds, such as 30")
+    raise OptionError(f"{text!r} is not a number of seconds, such as 30")
 
 
 def read_kinds(text: str) -> tuple[str, ...]:
@@ -145,14 +145,14 @@ def read_kinds(text: str) -> tuple[str, ...]:
     kinds = tuple(dict.fromkeys(text.split("+")))
     for each in kinds:
         if each not in _KINDS:
-            raise UsageError(f"{each!r} is not a kind of fault: choose from {', '.join(_KINDS)}, joined by +")
+            raise OptionError(f"{each!r} is not a kind of fault: choose from {', '.join(_KINDS)}, joined by +")
     return kinds
 
 
 def read_seed(text: str) -> int:
     """Returns the text as a whole number of at most six digits."""
     if not re.fullmatch(r"[0-9]{1,6}", text):
-        raise UsageError(f"{text!r} is not a whole number from 0 to 999999")
+        raise OptionError(f"{text!r} is not a whole number from 0 to 999999")
     return int(text)
 
 
@@ -186,9 +186,9 @@ class Soak:
 
     def __post_init__(self) -> None:
         if self.np < 2:
-            raise UsageError("-np: a rank that is alone cannot go on after a fault: say at least 2")
+            raise OptionError("-np: a rank that is alone cannot go on after a fault: say at least 2")
         if self.seconds < 2 * self.every:
-            raise UsageError(
+            raise OptionError(
                 f"--for: half of {self.seconds:g} s is without faults, and the rest is too short for one in each "
                 f"{self.every:g} s: say at least {2 * self.every:g}"
             )
@@ -322,7 +322,7 @@ def _notes(totals: Row) -> str:
 
 
 def parsed(words: Sequence[str] | None) -> tuple[Soak, Path | None]:
-    """Returns the soak of a command line, and its JSON file. Raises UsageError or exits for a wrong one."""
+    """Returns the soak of a command line, and its JSON file. Raises OptionError or exits for a wrong one."""
     parser = argparse.ArgumentParser(description="Trains with and without faults, in turns.", allow_abbrev=False)
     parser.add_argument("-np", type=read_count, default=4, metavar="N", help="ranks (%(default)s)")
     parser.add_argument("--every", type=read_seconds, default=30.0, metavar="SECONDS", help="about one fault in each")
@@ -341,7 +341,7 @@ def main() -> int:
     """Runs the soak, and returns 0 if all of its windows went well. Ctrl-C keeps the windows so far."""
     try:
         soak, file = parsed(None)
-    except UsageError as error:
+    except OptionError as error:
         print(f"soak: {error}", file=sys.stderr)
         return 2
     # The job of a window is ended by what ends this.

@@ -7,7 +7,7 @@ import torch
 
 from hvdlite.bench import report
 from hvdlite.bench.allreduce import DEFAULT_SIZES
-from hvdlite.bench.arguments import UsageError, read_sizes, show_bandwidth, show_ratio, show_size, show_time
+from hvdlite.bench.arguments import OptionError, read_sizes, show_bandwidth, show_ratio, show_size, show_time
 from hvdlite.bench.command_line import parse
 
 
@@ -57,7 +57,7 @@ def test_quantities_are_shown_with_three_digits_in_a_unit_of_their_size():
     ],
 )
 def test_what_does_not_exist_is_told_in_one_line_that_names_the_flag(words, message):
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(OptionError) as caught:
         parse(words.split(), is_first=True)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
@@ -65,13 +65,13 @@ def test_what_does_not_exist_is_told_in_one_line_that_names_the_flag(words, mess
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_told():
-    with pytest.raises(UsageError, match=r"hvdlite\.bench step: --device cuda: there is no CUDA device here"):
+    with pytest.raises(OptionError, match=r"hvdlite\.bench step: --device cuda: there is no CUDA device here"):
         parse(["step", "--device", "cuda"], is_first=True)
 
 
 def test_files_that_cannot_be_written_are_told_before_anything_is_created(tmp_path):
     def why(*words: object) -> str:
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(OptionError) as caught:
             parse(["allreduce", *map(str, words)], is_first=True)
         return str(caught.value).removeprefix("hvdlite.bench allreduce: ")
 
@@ -90,7 +90,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
         raise ImportError(name)
 
     monkeypatch.setattr(report.importlib, "import_module", refuse)
-    with pytest.raises(UsageError, match=r"--plot needs matplotlib: pip install '\.\[bench\]' in hvdlite's"):
+    with pytest.raises(OptionError, match=r"--plot needs matplotlib: pip install '\.\[bench\]' in hvdlite's"):
         parse(["step", "--plot", "a.png"], is_first=True)
 
 

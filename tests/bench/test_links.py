@@ -11,9 +11,9 @@ import torch
 
 import hvdlite as hvd
 from hvdlite.bench import links, namespaces
-from hvdlite.bench.arguments import UsageError
+from hvdlite.bench.arguments import OptionError
 from hvdlite.bench.command_line import parse
-from hvdlite.bench.links import Links, read_rates
+from hvdlite.bench.links import SlowLinks, read_rates
 from hvdlite.bench.links_worker import TECHNIQUES, most_sent, read_sent
 from hvdlite.bench.namespaces import bits_per_s
 from hvdlite.bench.ranks import Ranks
@@ -50,7 +50,7 @@ def test_rates_are_those_of_tc_without_duplicates():
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(words, message):
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(OptionError) as error:
         parse(["links", *words.split()], is_first=True)
     assert str(error.value).startswith(f"hvdlite.bench links: {message}")
 
@@ -63,9 +63,9 @@ def test_bytes_are_those_of_the_busiest_interface_but_loopback():
     assert most_sent({}, {}) == 0
 
 
-def measured(*names: str) -> Links:
+def measured(*names: str) -> SlowLinks:
     """Returns the command with samples of these techniques at two rates, the second ten times as slow."""
-    command = Links(techniques=names)
+    command = SlowLinks(techniques=names)
     given = {"ddp": ([8.0, 10.0, 12.0], 100.0), "ddp-fp16": ([5.0], 50.0), "int8": ([2.0, 2.5, 4.0], 25.0)}
     given["diloco"] = ([0.1], 0.13)
     for factor, case in zip((1, 10), command._links, strict=True):
@@ -108,12 +108,12 @@ def test_without_ddp_the_chart_is_of_times_and_ratios_are_left_out():
     assert {panel.label for panel in report.chart.panels} == {"ms of a step"}
 
 
-def prepared(command: Links) -> str:
+def prepared(command: SlowLinks) -> str:
     """Returns why the command cannot run in this process."""
     hvd.init()
     ranks = Ranks(current_world(), "cpu")
     try:
-        with pytest.raises(UsageError) as error:
+        with pytest.raises(OptionError) as error:
             command.prepare(ranks)
         return str(error.value)
     finally:
@@ -127,23 +127,27 @@ def test_without_root_or_programs_the_way_out_is_told(monkeypatch):
     monkeypatch.setattr(links.sys, "platform", "linux")
     monkeypatch.setattr(namespaces.shutil, "which", lambda name, path: f"/bin/{name}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert prepared(Links()) == f"only root may make network namespaces: start it as root; {way_out}"
+    assert prepared(SlowLinks()) == f"only root may make network namespaces: start it as root; {way_out}"
     monkeypatch.setattr(namespaces.shutil, "which", lambda name, path: None if name in ("ip", "tc") else name)
-    assert prepared(Links()) == f"ip, tc not found: install iproute2 (so Debian's packages are called); {way_out}"
+    assert prepared(SlowLinks()) == f"ip, tc not found: install iproute2 (so Debian's packages are called); {way_out}"
 
 
 def test_hosts_that_the_system_does_not_allow_are_told_with_its_words(monkeypatch):
     monkeypatch.setattr(links, "why_no_hosts", lambda: None)
     monkeypatch.setattr(namespaces, "_HOLD", "echo Operation not permitted >&2; exit 1")
-    said = prepared(Links())
+    said = prepared(SlowLinks())
     assert said.startswith("network namespaces cannot be made here: ")
     assert said.endswith("measure between your own hosts: " + links._OWN_HOSTS)
 
 
 def test_a_rank_that_is_alone_or_in_a_job_cannot_measure_what_was_asked(monkeypatch):
-    assert prepared(Links(rates=("as-is",))).startswith("--rates as-is: there is no other host: hvdlite-run -H HOST1,")
+    assert prepared(SlowLinks(rates=("as-is",))).startswith(
+        "--rates as-is: there is no other host: hvdlite-run -H HOST1,"
+    )
     monkeypatch.setattr(links, "read_placement", lambda environ: "a job")
-    assert prepared(Links()).startswith("it makes hosts of its own: start it outside of any job, or pass --rates as-is")
+    assert prepared(SlowLinks()).startswith(
+        "it makes hosts of its own: start it outside of any job, or pass --rates as-is"
+    )
 
 
 @pytest.mark.parametrize(

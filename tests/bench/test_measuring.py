@@ -17,8 +17,8 @@ from worlds import attempt_worlds
 
 import hvdlite as hvd
 from hvdlite.bench import training
-from hvdlite.bench.allreduce import AllReduce, bus_factor, case_of
-from hvdlite.bench.arguments import UsageError
+from hvdlite.bench.allreduce import AllReduceComparison, bus_factor, case_of
+from hvdlite.bench.arguments import OptionError
 from hvdlite.bench.memory import Memory
 from hvdlite.bench.ranks import Job, Ranks, free_in_cgroup
 from hvdlite.bench.report import Case, ratio_of, spread, table
@@ -46,9 +46,9 @@ def test_a_table_has_words_to_the_left_and_numbers_to_the_right():
     assert table("t", rows, columns, text_columns=1) == "t\n\nwhat     time\na        1 ms\nlonger  10 ms"
 
 
-def all_reduces(*cases: Case, ranks: int = 2) -> AllReduce:
+def all_reduces(*cases: Case, ranks: int = 2) -> AllReduceComparison:
     """Returns the command with these all-reduces measured."""
-    command = AllReduce([], [], 1)
+    command = AllReduceComparison([], [], 1)
     command.cases, command.job = cases, Job(ranks)
     return command
 
@@ -96,7 +96,7 @@ def test_ranks_that_would_measure_on_different_devices_all_say_so():
         Ranks(current_world(), "cuda" if own else "cpu")
 
     for error in attempt_worlds(2, rank):
-        assert isinstance(error, UsageError)
+        assert isinstance(error, OptionError)
         assert re.fullmatch(r"rank 0 would measure on cpu and rank 1 \(.+\) on cuda: pass --device cpu.*", str(error))
 
 
@@ -104,7 +104,7 @@ def test_one_rank_measures_too_and_its_report_goes_through_json():
     hvd.init()
     ranks = Ranks(current_world(), "cpu")
     try:
-        command = AllReduce([64, 4096], ["float32", "bfloat16"], rounds=2)
+        command = AllReduceComparison([64, 4096], ["float32", "bfloat16"], rounds=2)
         command.run(ranks)
         rows = json.loads(json.dumps(dict(command.report().data)))["rows"]
         assert {(row["bytes"], row["dtype"], row["what"], row["count"]) for row in rows} == {
@@ -113,7 +113,7 @@ def test_one_rank_measures_too_and_its_report_goes_through_json():
             for dtype in ("float32", "bfloat16")
             for what in ("hvdlite", "gloo", "memcpy")
         }
-        huge = AllReduce([2**50], ["float32"], rounds=2)
+        huge = AllReduceComparison([2**50], ["float32"], rounds=2)
         huge.run(ranks)
         assert "of memory are free" in huge.report().data["skipped"][0]["why"]
     finally:
@@ -233,10 +233,10 @@ def test_a_model_that_cannot_be_had_is_an_error_only_where_it_was_named(monkeypa
         raise RuntimeError("operator torchvision::nms does not exist\nand so on")
 
     monkeypatch.setattr(training.importlib, "import_module", refuse)
-    with pytest.raises(UsageError, match=r"^--models: resnet50 needs torchvision, which cannot be imported: operator"):
+    with pytest.raises(OptionError, match=r"^--models: resnet50 needs torchvision, which cannot be imported: operator"):
         Step(["resnet50"], ["none"], None, 1)
     (skipped,) = Step(None, ["none"], None, 1).report().data["skipped"]
     assert skipped["model"] == "resnet50"
     assert "nms does not exist" in skipped["why"]
-    with pytest.raises(UsageError, match=r"^--model: resnet50 needs torchvision, which cannot be imported: operator"):
+    with pytest.raises(OptionError, match=r"^--model: resnet50 needs torchvision, which cannot be imported: operator"):
         Memory(model="resnet50")

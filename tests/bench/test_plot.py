@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.bench import report
-from hvdlite.bench.allreduce import AllReduce, case_of
+from hvdlite.bench.allreduce import AllReduceComparison, case_of
 from hvdlite.bench.arguments import show_size
 from hvdlite.bench.memory import Memory
 from hvdlite.bench.ranks import Job
@@ -32,8 +32,8 @@ def steps(*names: str, **samples: list[float]) -> Step:
     return command
 
 
-def all_reduces(*sizes_and_dtypes: tuple[int, str]) -> AllReduce:
-    command = AllReduce([], [], 1)
+def all_reduces(*sizes_and_dtypes: tuple[int, str]) -> AllReduceComparison:
+    command = AllReduceComparison([], [], 1)
     command.cases = [case_of(*each) for each in sizes_and_dtypes]
     for case in command.cases:
         s = case.about["bytes"] * 1e-9

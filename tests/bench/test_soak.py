@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from bench.soak import Line, Soak, Training, Window, parsed, read_lines, report_of, training_of
 
-from hvdlite.bench.arguments import UsageError
+from hvdlite.bench.arguments import OptionError
 
 
 def lines(*steps: tuple[int, int, float, str | None]) -> list[Line]:
@@ -96,7 +96,7 @@ def test_windows_come_in_pairs_that_are_long_enough_for_several_faults():
     ],
 )
 def test_a_soak_without_room_for_faults_is_refused(words, message):
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(OptionError) as error:
         parsed(words.split())
     assert str(error.value).startswith(message)
 

@@ -12,7 +12,7 @@ import torch
 from bench.time_to_loss import Problem, learn, read_loss, report_of, text_of
 
 import hvdlite as hvd
-from hvdlite.bench.arguments import UsageError
+from hvdlite.bench.arguments import OptionError
 from hvdlite.bench.ranks import Ranks, Samples
 from hvdlite.bench.training import Training
 from hvdlite.runtime.world import current_world
@@ -20,7 +20,7 @@ from hvdlite.runtime.world import current_world
 
 @pytest.mark.parametrize("text", ["0", "-1", "3", "nan", "inf", "low", ""])
 def test_a_loss_that_guessing_has_or_nobody_reaches_is_refused(text):
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(OptionError) as error:
         read_loss(text)
     assert str(error.value) == f"{text!r} is not a loss between 0 and that of guessing, 2.77, such as 1.0"
 

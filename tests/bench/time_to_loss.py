@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hvdlite as hvd
-from hvdlite.bench.arguments import UsageError, read_count, show_count, show_ratio, show_size, show_time, some_of
+from hvdlite.bench.arguments import OptionError, read_count, show_count, show_ratio, show_size, show_time, some_of
 from hvdlite.bench.links import AS_IS, failure_of, lines_of_first, read_rates
 from hvdlite.bench.links_worker import DDP, TECHNIQUES, measure_block, missing_for
 from hvdlite.bench.namespaces import Hosts, why_no_hosts
@@ -51,7 +51,7 @@ def read_loss(text: str) -> float:
     with suppress(ValueError):
         if 0 < float(text) < _GUESSED:
             return float(text)
-    raise UsageError(f"{text!r} is not a loss between 0 and that of guessing, {_GUESSED:.2f}, such as {USUAL_LOSS}")
+    raise OptionError(f"{text!r} is not a loss between 0 and that of guessing, {_GUESSED:.2f}, such as {USUAL_LOSS}")
 
 
 def steps_of_block(name: str) -> int:

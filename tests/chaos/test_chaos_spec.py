@@ -6,14 +6,14 @@ import pytest
 from hvdlite_launcher.cli.hvdlite_run import job_of, read_flags
 from hvdlite_launcher.elastic.chaos_job import ChaosReport, Record
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.plan.chaos_spec import POINTS, Fault, parse_chaos, worker_form
+from hvdlite_launcher.plan.chaos_spec import POINTS, ChaosFault, parse_chaos, worker_form
 
 ELASTIC = ("-np", "4", "--min-np", "2")
 
 
 def test_a_fault_has_a_kind_a_point_a_worker_and_a_step():
     spec = parse_chaos(["kill@vote:worker=1:step=7", "segv@init:worker=4"])
-    assert spec.faults == (Fault("kill", "vote", 1, 7), Fault("segv", "init", 4))
+    assert spec.faults == (ChaosFault("kill", "vote", 1, 7), ChaosFault("segv", "init", 4))
     assert worker_form(spec.of_worker(1, ranks=4)) == "kill@vote:7"
     assert spec.of_worker(0, ranks=4) == ()
 

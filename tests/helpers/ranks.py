@@ -15,7 +15,7 @@ from hvdlite.comm.gloo import InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.comm.torch_engine import TorchEngine
 from hvdlite.control.generation import Generation
-from hvdlite.runtime.process_set import Membership, ProcessSet
+from hvdlite.runtime.process_set import ProcessSet, SetMembership
 from hvdlite.shm.setup import exchange_control_blocks, open_segment
 from hvdlite.shm.shm_engine import ShmEngine
 from hvdlite.signing import Signer
@@ -71,7 +71,7 @@ def generation_of(group: Group) -> Generation:
 def set_of(group: Group) -> ProcessSet:
     """Makes a registered process set of the group's ranks, for functions that take a ``process_set``."""
     process_set = ProcessSet(group.ranks)
-    process_set.register(Membership(group.set_id, group.ranks[group.rank], group, generation_of(group)))
+    process_set.register(SetMembership(group.set_id, group.ranks[group.rank], group, generation_of(group)))
     return process_set
 
 

@@ -24,7 +24,7 @@ from hvdlite.comm.group import Group
 from hvdlite.environment import Environment
 from hvdlite.optim import autotune
 from hvdlite.optim import optimizer as optimizer_module
-from hvdlite.optim.autotune import SIZES, GradientType, Line, candidates, fit, measure, tuned_cap
+from hvdlite.optim.autotune import SIZES, GradientType, TimeModel, candidates, fit, measure, tuned_cap
 
 KIB = 2**10
 DEFAULT = 16 * 2**20
@@ -44,7 +44,7 @@ class Clock:
 class PacedEngine(CountingEngine):
     """Takes a line's time for gradients, by the rank's clock, without sending them; it sends all else."""
 
-    def __init__(self, engine: Any, line: Line, clock: Clock) -> None:
+    def __init__(self, engine: Any, line: TimeModel, clock: Clock) -> None:
         super().__init__(engine, [])
         self._line, self._clock = line, clock
 
@@ -57,7 +57,7 @@ class PacedEngine(CountingEngine):
         return SingleRankEngine().allreduce(tensors, opts)
 
 
-def run_paced(size: int, line: Line, function: Callable[[Group, Clock], Any]) -> list[Any]:
+def run_paced(size: int, line: TimeModel, function: Callable[[Group, Clock], Any]) -> list[Any]:
     """Runs ``function`` on ranks whose engines take the line's time; rank r's clock goes r + 1 times as fast."""
 
     def make_wrapper() -> Callable[[Any], Any]:
@@ -86,7 +86,7 @@ def cap_of(optimizer: hvd.DistributedOptimizer) -> int:
     return optimizer._reducer.settings.cap_bytes
 
 
-@pytest.mark.parametrize(("line", "buckets"), [(Line(2e-3, 1e-9), 1), (Line(1e-6, 1e-8), 8)])
+@pytest.mark.parametrize(("line", "buckets"), [(TimeModel(2e-3, 1e-9), 1), (TimeModel(1e-6, 1e-8), 8)])
 def test_all_ranks_take_the_cap_that_suits_the_slowest_though_their_clocks_differ(line, buckets):
     named = weights(8, 16 * KIB)
 
@@ -95,7 +95,7 @@ def test_all_ranks_take_the_cap_that_suits_the_slowest_though_their_clocks_diffe
         return cap, len(group.engine.calls)
 
     outcomes = run_paced(3, line, rank)
-    slowest = Line(3 * line.alpha_s, 3 * line.beta_s)
+    slowest = TimeModel(3 * line.alpha_s, 3 * line.beta_s)
     specs = [ParamSpec.of(name, param) for name, param in named]
     expected = min(candidates(specs, [], {GradientType("cpu", "float32"): slowest}))
     assert expected.buckets == buckets
@@ -104,9 +104,9 @@ def test_all_ranks_take_the_cap_that_suits_the_slowest_though_their_clocks_diffe
 
 
 def test_a_probe_finds_what_the_engine_takes_for_the_wire_that_travels():
-    like, line = ParamSpec.of("w", torch.zeros(1)), Line(1e-3, 1e-9)
+    like, line = ParamSpec.of("w", torch.zeros(1)), TimeModel(1e-3, 1e-9)
 
-    def rank(group: Group, clock: Clock) -> list[Line]:
+    def rank(group: Group, clock: Clock) -> list[TimeModel]:
         found = []
         for compression in (hvd.Compression.none, hvd.Compression.fp16):
             measured = measure(group, settings(compression), like, most_bytes=2**20, limit_s=1.0, clock=clock)
@@ -129,11 +129,11 @@ def test_on_a_slow_link_large_sizes_are_left_out_and_two_are_always_measured():
         return len(measured), (clock() - begin_s) / clock.rate
 
     # 1 MB/s: the next size would take a second each time it is sent.
-    for sizes, took_s in run_paced(2, Line(1e-3, 1e-6), rank):
+    for sizes, took_s in run_paced(2, TimeModel(1e-3, 1e-6), rank):
         assert sizes == 2
         assert took_s < 1.0
     # Ten seconds each: with as few measurements as a median needs.
-    assert [took_s for _, took_s in run_paced(2, Line(10.0, 0.0), rank)] == [90.0, 90.0]
+    assert [took_s for _, took_s in run_paced(2, TimeModel(10.0, 0.0), rank)] == [90.0, 90.0]
 
 
 @pytest.mark.parametrize("kind", [Branches, MixedTypes])

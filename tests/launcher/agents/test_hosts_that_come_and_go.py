@@ -11,7 +11,7 @@ import pytest
 from held import grown, held_by
 from hvdlite_launcher.agents.agent_group import Agents
 from hvdlite_launcher.plan.elastic_spec import ElasticSpec, Policy
-from hvdlite_launcher.plan.exported_variables import Environment
+from hvdlite_launcher.plan.exported_variables import WorkerEnvironment
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.job_spec import JobSpec
 from hvdlite_launcher.store.server import Store
@@ -26,7 +26,7 @@ TURNS = 15
 def test_a_host_that_comes_and_goes_leaves_nothing_behind_in_the_launcher(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     host = Host("localhost", 1, is_here=True)
-    environment = Environment(here=dict(os.environ), elsewhere={})
+    environment = WorkerEnvironment(here=dict(os.environ), elsewhere={})
     elastic = ElasticSpec(Policy(min_np=1))
     job = JobSpec((host,), None, ("sleep", "600"), "/", environment, 1.0, PATIENCE_S, elastic=elastic)
     events: SimpleQueue = SimpleQueue()

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 from hvdlite_launcher.agents.wait_for_agents import SignalledError
-from hvdlite_launcher.check.ask_hosts import Collector, Question, Reply
+from hvdlite_launcher.check.ask_hosts import Question, Reply, ReplyCollector
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.wire.messages import AgentSaid, Exited, Interrupted, Lost, Output, Refused, Started
 from scripts import Script
@@ -16,7 +16,9 @@ OTHERS = [Exited(1, 0), Exited(2, 0)]
 
 def _collect(*events, hosts=HOSTS):
     script, said, logged, shown = Script(*events), [], [], []
-    replies = Collector(hosts, shown.append, logged.append).run(script, QUESTION, said.append, clock=lambda: script.now)
+    replies = ReplyCollector(hosts, shown.append, logged.append).run(
+        script, QUESTION, said.append, clock=lambda: script.now
+    )
     return replies, said, logged, shown
 
 

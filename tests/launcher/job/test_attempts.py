@@ -7,36 +7,36 @@ import pytest
 from hvdlite_launcher.agents.wait_for_agents import UnreachableError
 from hvdlite_launcher.job import attempts
 from hvdlite_launcher.plan.elastic_spec import RestartSpec
-from hvdlite_launcher.plan.exported_variables import Environment
+from hvdlite_launcher.plan.exported_variables import WorkerEnvironment
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.job_spec import JobSpec
 from hvdlite_launcher.store.server import Store
-from hvdlite_launcher.workers.failure_message import Outcome
+from hvdlite_launcher.workers.failure_message import JobOutcome
 
 JOB = JobSpec(
     hosts=(Host("a", 2), Host("b", 2)),
     size=None,
     command=("true",),
     cwd="/",
-    environment=Environment({"HERE": "1"}, {"THERE": "1"}),
+    environment=WorkerEnvironment({"HERE": "1"}, {"THERE": "1"}),
     grace_s=30,
     start_timeout_s=60,
     restart=RestartSpec(max_restarts=3, min_np=1),
 )
-FAILED = Outcome(3, "rank 1 on a (pid 42) failed first, with exit code 3. The end of its stderr:\n    oh", rank=1)
-LOST = Outcome(1, "lost b: the connection has ended. Its workers were killed", lost_host="b")
-WELL = Outcome()
+FAILED = JobOutcome(3, "rank 1 on a (pid 42) failed first, with exit code 3. The end of its stderr:\n    oh", rank=1)
+LOST = JobOutcome(1, "lost b: the connection has ended. Its workers were killed", lost_host="b")
+WELL = JobOutcome()
 
 
 class Launches:
     """Takes the place of `launch`: each call ends as the next of the script says."""
 
-    def __init__(self, *endings: Outcome | UnreachableError) -> None:
+    def __init__(self, *endings: JobOutcome | UnreachableError) -> None:
         self._endings = list(endings)
         self.jobs: list[JobSpec] = []
         self.stores: list[Store | None] = []
 
-    def __call__(self, job: JobSpec, store: Store | None = None) -> Outcome:
+    def __call__(self, job: JobSpec, store: Store | None = None) -> JobOutcome:
         self.jobs.append(job)
         self.stores.append(store)
         ending = self._endings.pop(0)
@@ -62,7 +62,7 @@ def _own_input():
 def run(monkeypatch, _own_input):
     """Runs a job of which `launch` ends as is said; returns the outcome and what was launched."""
 
-    def run(job: JobSpec, *endings: Outcome | UnreachableError) -> tuple[Outcome, Launches]:
+    def run(job: JobSpec, *endings: JobOutcome | UnreachableError) -> tuple[JobOutcome, Launches]:
         launches = Launches(*endings)
         monkeypatch.setattr(attempts, "launch", launches)
         return attempts.run_attempts(job), launches
@@ -91,7 +91,7 @@ def test_workers_are_told_how_often_and_files_of_earlier_attempts_stay(run):
     _, launches = run(replace(JOB, record_dir="logs", report_dir="reports"), FAILED, FAILED, WELL)
     for number, job in enumerate(launches.jobs):
         counts = {"TORCHELASTIC_RESTART_COUNT": str(number), "TORCHELASTIC_MAX_RESTARTS": "3"}
-        assert job.environment == Environment({"HERE": "1", **counts}, {"THERE": "1", **counts})
+        assert job.environment == WorkerEnvironment({"HERE": "1", **counts}, {"THERE": "1", **counts})
     assert [job.record_dir for job in launches.jobs] == ["logs", "logs/restart.1", "logs/restart.2"]
     assert [job.report_dir for job in launches.jobs] == ["reports", "reports/restart.1", "reports/restart.2"]
 
@@ -108,10 +108,10 @@ def test_the_last_attempts_outcome_is_the_jobs(run):
     "ending",
     [
         WELL,
-        Outcome(130, hasty=True),
+        JobOutcome(130, hasty=True),
         replace(FAILED, hasty=True),
-        Outcome(127, "no such command"),
-        Outcome(1, "cannot write to stdout: No space left on device"),
+        JobOutcome(127, "no such command"),
+        JobOutcome(1, "cannot write to stdout: No space left on device"),
     ],
 )
 def test_nothing_follows_where_it_went_well_was_ended_by_the_user_or_would_fail_again(run, ending):

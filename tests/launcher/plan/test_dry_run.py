@@ -3,7 +3,7 @@
 import pytest
 from hvdlite_launcher.cli import hvdlite_run
 from hvdlite_launcher.plan.dry_run import dry_run, preview
-from hvdlite_launcher.plan.exported_variables import Environment
+from hvdlite_launcher.plan.exported_variables import WorkerEnvironment
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.job_spec import JobSpec
 from hvdlite_launcher.plan.slots import plan_slots
@@ -47,7 +47,7 @@ rank 0 on a: local rank 0 of 2, cross rank 0 of 2
 
 
 def _preview(given, *hosts, facts=lambda _: HostEnvironment("/tmp/hvdlite-<job>", 8, "lan0", 2, is_alone=False)):
-    return preview(plan_slots(hosts), Environment(given, given), facts)
+    return preview(plan_slots(hosts), WorkerEnvironment(given, given), facts)
 
 
 def test_what_only_a_host_knows_is_left_open():
@@ -69,14 +69,14 @@ def test_what_all_ranks_share_is_shown_once_and_each_rank_with_its_place_and_its
 
 def test_the_interface_that_the_user_wants_is_shown():
     slots = plan_slots((Host("a"), Host("b")))
-    shown = preview(slots, Environment({}, {}), lambda _: None, lambda host: {"a": "eth1"}.get(host.name))
+    shown = preview(slots, WorkerEnvironment({}, {}), lambda _: None, lambda host: {"a": "eth1"}.get(host.name))
     assert shown.count("GLOO_SOCKET_IFNAME=eth1") == 1
 
 
 def test_what_flags_choose_for_all_workers_is_shown_once():
     hosts = (Host("a"), Host("b"))
     job = JobSpec(
-        hosts, None, ("train",), "/", Environment({}, {}), 1, 1, interfaces={"": "eth0,eth1"}, as_horovod=True
+        hosts, None, ("train",), "/", WorkerEnvironment({}, {}), 1, 1, interfaces={"": "eth0,eth1"}, as_horovod=True
     )
     shown = dry_run(job, plan_slots(hosts), {"HVDLITE_VERBOSE": "1"})
     assert shown.count("GLOO_SOCKET_IFNAME=<the first of eth0,eth1 that the host has>") == 1
@@ -86,7 +86,7 @@ def test_what_flags_choose_for_all_workers_is_shown_once():
 
 def test_the_command_and_its_directory_are_shown_once():
     def places(slots: int) -> list[str]:
-        job = JobSpec((Host("a", slots),), None, ("python", "my train.py"), "/home/me", Environment({}, {}), 1, 1)
+        job = JobSpec((Host("a", slots),), None, ("python", "my train.py"), "/home/me", WorkerEnvironment({}, {}), 1, 1)
         return [line for line in dry_run(job, plan_slots(job.hosts), {}).splitlines() if line[:1].strip()]
 
     runs = "runs python 'my train.py' in /home/me"

@@ -9,7 +9,7 @@ from hvdlite_launcher.status.job_facts import JobFacts
 from hvdlite_launcher.status.metrics import METRICS_EACH_S, Metrics, metrics_text
 from hvdlite_launcher.status.progress import JobProgress
 from hvdlite_launcher.wire.messages import Exited, Lost, Progressed, Started
-from hvdlite_launcher.workers.generation_table import GenerationTable, Row
+from hvdlite_launcher.workers.generation_table import GenerationRow, GenerationTable
 from hvdlite_launcher.workers.roster import Roster
 
 
@@ -133,7 +133,7 @@ def test_the_generation_of_an_elastic_job_is_the_newest():
     job = Job(table=table)
     assert _samples(metrics_text(job.facts, is_up=True))["hvdlite_generation"] == 0
     for number in (1, 2, 3):
-        table.add(Row(number, 0.0, 2, [], []))
+        table.add(GenerationRow(number, 0.0, 2, [], []))
         assert _samples(metrics_text(job.facts, is_up=True))["hvdlite_generation"] == number
 
 

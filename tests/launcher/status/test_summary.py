@@ -7,8 +7,8 @@ from hvdlite_launcher.status.job_facts import JobFacts
 from hvdlite_launcher.status.progress import JobProgress
 from hvdlite_launcher.status.summary import Summary, summary_data
 from hvdlite_launcher.wire.messages import Exited, PeakMemory, Progressed, Started
-from hvdlite_launcher.workers.failure_message import Outcome
-from hvdlite_launcher.workers.generation_table import GenerationTable, Row
+from hvdlite_launcher.workers.failure_message import JobOutcome
+from hvdlite_launcher.workers.generation_table import GenerationRow, GenerationTable
 from hvdlite_launcher.workers.roster import Roster
 
 
@@ -34,7 +34,7 @@ def _facts(*events, hosts=("node1", "node2"), table=None, lasted_s=2.5):
 def test_it_has_the_last_steps_the_peak_memory_and_the_losses():
     last = json.dumps({"answer": {"steps": {"optimizer 1": 9}}, "host": {"sent": 70, "received": 50}})
     facts = _facts(Progressed(1, 0, last), Exited(1, 3, peak_memory=700), Exited(0, 1, peer_lost=True, peak_memory=500))
-    data = summary_data(facts, Outcome(3, "why it failed", rank=1), ["python", "x.py"], 0)
+    data = summary_data(facts, JobOutcome(3, "why it failed", rank=1), ["python", "x.py"], 0)
     assert (data["verdict"], data["why"], data["exit_code"], data["first_failed_rank"]) == (
         "failed", "why it failed", 3, 1
     )  # fmt: skip
@@ -57,11 +57,11 @@ def test_the_memory_of_a_killed_worker_comes_when_it_is_reaped():
 @pytest.mark.parametrize(
     ("outcome", "verdict", "advice"),
     [
-        (Outcome(), "done", ""),
-        (Outcome(130, hasty=True), "interrupted", "same command again"),
-        (Outcome(1, "lost node2: gone", lost_host="node2"), "lost host", "Look at node2"),
-        (Outcome(137, "killed", rank=0), "failed", "memory runs out"),
-        (Outcome(1, "rank 1 did not call hvd.init()"), "failed", "See why"),
+        (JobOutcome(), "done", ""),
+        (JobOutcome(130, hasty=True), "interrupted", "same command again"),
+        (JobOutcome(1, "lost node2: gone", lost_host="node2"), "lost host", "Look at node2"),
+        (JobOutcome(137, "killed", rank=0), "failed", "memory runs out"),
+        (JobOutcome(1, "rank 1 did not call hvd.init()"), "failed", "See why"),
     ],
 )
 def test_verdict_and_advice_follow_from_the_outcome(outcome, verdict, advice):
@@ -73,15 +73,15 @@ def test_verdict_and_advice_follow_from_the_outcome(outcome, verdict, advice):
 
 def test_the_generations_of_an_elastic_job_are_in_it():
     table = GenerationTable()
-    table.add(Row(1, 0.5, 2, ["workers 0, 1 on node1"], []))
-    table.add(Row(2, 3.0, 1, [], ["worker 1 failed"]))
-    data = summary_data(_facts(table=table), Outcome(), [], 0)
+    table.add(GenerationRow(1, 0.5, 2, ["workers 0, 1 on node1"], []))
+    table.add(GenerationRow(2, 3.0, 1, [], ["worker 1 failed"]))
+    data = summary_data(_facts(table=table), JobOutcome(), [], 0)
     assert data["generations"][1] == {"generation": 2, "at_s": 3.0, "size": 1, "came": [], "left": ["worker 1 failed"]}
 
 
 def test_it_is_written_as_json_and_a_failure_is_told(tmp_path):
     said = []
-    Summary(str(tmp_path / "s.json"), _facts(), ["x"], 2, said.append).write(Outcome())
+    Summary(str(tmp_path / "s.json"), _facts(), ["x"], 2, said.append).write(JobOutcome())
     assert json.loads((tmp_path / "s.json").read_text())["restarts"] == 2
-    Summary(str(tmp_path / "none" / "s.json"), _facts(), ["x"], 0, said.append).write(Outcome())
+    Summary(str(tmp_path / "none" / "s.json"), _facts(), ["x"], 0, said.append).write(JobOutcome())
     assert said == [f"--summary {tmp_path}/none/s.json: cannot be written: No such file or directory"]
