@@ -201,7 +201,7 @@ def test_a_file_that_cannot_be_written_is_one_error_on_all_ranks_in_the_first_st
 
     outcomes = run_worlds(2, rank, Environment(stall_check=False, autotune_log=str(path)))
     assert outcomes[0] == outcomes[1]
-    assert str(path) in outcomes[0]
+    assert str(path.parent) in outcomes[0]
     assert not any(param._post_accumulate_grad_hooks for param in params)
 
 
