@@ -50,13 +50,20 @@ def test_ranks_train_as_one_process_does_or_say_why_not(leg):
 
 
 def divides_by_too_much(patch: pytest.MonkeyPatch) -> None:
-    finish = AllReduce.finish
+    begin = AllReduce.begin
 
-    def finish_smaller(self: AllReduce, gradients: Any, begun: Any, count: Any) -> None:
-        finish(self, gradients, begun, count)
-        gradients.flat.mul_(0.9)
+    def begin_smaller(self: AllReduce, gradients: Any, links: Any) -> Any:
+        begun = begin(self, gradients, links)
+        finish = begun.finish
 
-    patch.setattr(AllReduce, "finish", finish_smaller)
+        def finish_smaller(count: Any) -> None:
+            finish(count)
+            gradients.flat.mul_(0.9)
+
+        begun.finish = finish_smaller
+        return begun
+
+    patch.setattr(AllReduce, "begin", begin_smaller)
 
 
 def loses_what_had_too_few_passes(patch: pytest.MonkeyPatch) -> None:
