@@ -730,16 +730,16 @@ def test_who_leaves_while_another_thread_closes_the_same_waits_for_it():
 
     def rank(group: Group):
         duplicate = group.duplicate()
-        close = duplicate._engine_factory.close
+        close = duplicate.engine.close
 
-        def close_slowly(engine) -> None:
+        def close_slowly() -> None:
             if threading.current_thread().name == "closer":
                 is_inside.set()
                 may_go_on.wait()
                 done.append("closed")
-            close(engine)
+            close()
 
-        duplicate._engine_factory.close = close_slowly
+        duplicate.engine.close = close_slowly
         closer = threading.Thread(target=duplicate.close, name="closer")
         closer.start()
         is_inside.wait()
