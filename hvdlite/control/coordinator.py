@@ -31,7 +31,7 @@ from .incoming import handle_message
 from .mailbox import DOWN, UP, Mailbox
 from .messages import CloseRound, FromRank0, Over, PaceReading, Paces, StillWaiting, ToRank0, Welcome
 from .negotiation import Negotiation
-from .pending import Ask
+from .pending import RankRequest
 from .stall import StallRules
 from .stragglers import StragglerWatch
 
@@ -104,7 +104,7 @@ class Coordinator:
             self._board = board
             board.decide(go=False)
 
-    def decide_round(self, number: int, ask: Ask) -> None:
+    def decide_round(self, number: int, ask: RankRequest) -> None:
         """Decides a round in which all ranks have voted: a go if the votes agree and nothing is unsettled.
 
         Rank 0's executor calls it.

@@ -26,7 +26,7 @@ from .joins import Joins
 from .mailbox import Mailbox
 from .messages import Busy, FromRank0, StillWaiting, ToRank0, WaitingThread, Welcome
 from .requests import Requests
-from .stall import CAUSES_OF_SILENCE, JOIN, Blocked, StallRules
+from .stall import CAUSES_OF_SILENCE, JOIN, BlockedThread, StallRules
 
 LOOK_S = 0.5
 """Interval between calls of `look`; threads blocked for less than that are not reported."""
@@ -48,7 +48,7 @@ class Heartbeat:
     def __init__(self, rules: StallRules) -> None:
         """``rules`` are rank 0's."""
         self._rules = rules
-        self._told: list[Blocked] = []
+        self._told: list[BlockedThread] = []
         self._told_stuck = False
         self._told_count = 0
         # When the first unanswered `StillWaiting` was sent; None if none is unanswered.
@@ -64,7 +64,7 @@ class Heartbeat:
     def look(
         self,
         now_s: float,
-        blocked: Sequence[Blocked],
+        blocked: Sequence[BlockedThread],
         *,
         is_stuck: bool,
         is_waiting: bool,
@@ -164,10 +164,10 @@ class WaitReports:
         executor = self._executor
         waits = self._watch.blocked()
         waits.pop(executor.ident or 0, None)
-        blocked = [Blocked(what, since_s, collective=collective) for what, since_s, collective in waits.values()]
+        blocked = [BlockedThread(what, since_s, collective=collective) for what, since_s, collective in waits.values()]
         current = executor.current
         if current is not None:
-            blocked.append(Blocked(*current, is_operation=True))
+            blocked.append(BlockedThread(*current, is_operation=True))
         in_operations = [since_s for _, since_s in self._callers.blocked()]
         self._watch.waits_since_s = min([each.since_s for each in blocked] + in_operations, default=None)
         is_stuck = executor.is_idle and not self._callers.can_ask(waits.keys())
@@ -201,7 +201,7 @@ class WaitReports:
         logging.shutdown()
         os._exit(1)
 
-    def _tell_silence(self, silence: Silence, blocked: Iterable[Blocked]) -> None:
+    def _tell_silence(self, silence: Silence, blocked: Iterable[BlockedThread]) -> None:
         words = (
             f"stalled: {self._describe(0, self._rank_0.pid)} has not answered for {silence.lasted_s:.0f} s: "
             f"{CAUSES_OF_SILENCE}. "
@@ -211,7 +211,7 @@ class WaitReports:
             self.end_process(words)
         log.warning("%s. %s", words, self._rules.way_out)
 
-    def _words_of_waits(self, blocked: Iterable[Blocked]) -> str:
+    def _words_of_waits(self, blocked: Iterable[BlockedThread]) -> str:
         asked, is_joining = self._requests.whats(), self._joins.is_joining
         waits = [each.what for each in sorted(blocked, key=lambda each: each.since_s)]
         waits += [asked.pop(ticket) for ticket, _ in self._callers.blocked() if ticket in asked]

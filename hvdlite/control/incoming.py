@@ -29,8 +29,8 @@ from .messages import (
 )
 from .negotiation import Negotiation
 from .operation import kind_named
-from .pending import Ask
-from .stall import Blocked
+from .pending import RankRequest
+from .stall import BlockedThread
 
 
 def handle_message(  # noqa: PLR0912  # a case for each message
@@ -44,7 +44,7 @@ def handle_message(  # noqa: PLR0912  # a case for each message
             members = _members(message.members, rank, message.set_id, everybody)
             kind, name, what = kind_named(message.kind), message.name, message.what
             own, caller = message.own, message.caller
-            ask = Ask(message.ticket, message.set_id, kind, name, what, members, message.same, own, caller)
+            ask = RankRequest(message.ticket, message.set_id, kind, name, what, members, message.same, own, caller)
             negotiation.ask(rank, ask, now_s)
         case WaitsIn(ticket, begun):
             negotiation.wait(rank, ticket, begun)
@@ -88,12 +88,12 @@ def _ranks(ranks: Sequence[int], everybody: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-def _blocked(thread: WaitingThread, now_s: float, everybody: tuple[int, ...]) -> Blocked:
+def _blocked(thread: WaitingThread, now_s: float, everybody: tuple[int, ...]) -> BlockedThread:
     since_s = now_s - thread.waited_s
     if thread.collective is None:
-        return Blocked(thread.what, since_s, thread.is_operation)
+        return BlockedThread(thread.what, since_s, thread.is_operation)
     if thread.is_operation:
         raise MessageError("an operation is no collective of its own group")
     label, number, ranks = thread.collective
     members = everybody if ranks is None else _ranks(ranks, everybody)
-    return Blocked(thread.what, since_s, False, (label, number, members))
+    return BlockedThread(thread.what, since_s, False, (label, number, members))

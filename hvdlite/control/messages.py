@@ -69,7 +69,9 @@ class Here(ToRank0):
 
 @dataclass(slots=True)
 class OperationRequest(ToRank0):
-    """Requests an operation. ``ticket`` is the rank's own number for it; the other fields are those of `pending.Ask`.
+    """Requests an operation. ``ticket`` is the rank's own number for it.
+
+    The other fields are those of `pending.RankRequest`.
 
     ``members`` is None for all ranks. ``caller`` is None if the user named the operation.
     """

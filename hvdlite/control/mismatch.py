@@ -121,7 +121,7 @@ def _words_of_tensor(entry: Sequence[Any] | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class RankWait:
     """One wait of a rank: the function's name, the operation, and its process set in words."""
 
     kind: str
@@ -132,7 +132,7 @@ class Wait:
         return self.what if self.of_set is None else f"{self.what} in {self.of_set}"
 
 
-def words_of_deadlock(waits: Mapping[int, Sequence[Wait]], hosts: Hosts) -> str:
+def words_of_deadlock(waits: Mapping[int, Sequence[RankWait]], hosts: Hosts) -> str:
     """The message for ranks that wait for each other; ``waits`` are by rank."""
     seen = list(dict.fromkeys(wait for rank in sorted(waits) for wait in waits[rank]))
     one, another = seen[0], next((wait for wait in seen if wait != seen[0]), seen[0])

@@ -37,7 +37,7 @@ from .messages import (
 )
 from .mismatch import (
     CAUSES,
-    Wait,
+    RankWait,
     first_difference,
     name_ranks,
     words_of_callers,
@@ -45,8 +45,8 @@ from .mismatch import (
     words_of_difference,
 )
 from .operation import CONNECTING
-from .pending import Ask, Id, PairingQueue, Pending, Refusal, stuck_ranks
-from .stall import SHOWN, Blocked, Scene, StallRules, StallWatch
+from .pending import Id, PairingQueue, Pending, RankRequest, Refusal, stuck_ranks
+from .stall import SHOWN, BlockedThread, Scene, StallRules, StallWatch
 
 # Delay between a difference and its error, so that the error can say what all ranks did; and between the first sign of
 # a deadlock and its error, so that messages in flight can arrive.
@@ -68,7 +68,7 @@ class Negotiation:
         # The pending operations that ranks have requested with different values.
         self._differing: dict[Id, Pending] = {}
         self._queues: dict[tuple[int, str, str | None], PairingQueue] = {}
-        # Keys (`Ask.pairs_with`) of operations that different threads have called on different ranks.
+        # Keys (`RankRequest.pairs_with`) of operations that different threads have called on different ranks.
         self._contested: set[tuple[int, str, str | None]] = set()
         self._id_of: dict[tuple[int, int], Id] = {}  # by rank and ticket
         # What each rank is blocked in. A blocked rank sends no other request.
@@ -86,7 +86,7 @@ class Negotiation:
         # The message about the first end, as sent to the other ranks.
         self.first_left: RankLeft | None = None
         # By rank: operations that have begun and are not reported as ended; and how many are.
-        self._under_way: dict[int, deque[Ask]] = {rank: deque() for rank in range(len(hosts))}
+        self._under_way: dict[int, deque[RankRequest]] = {rank: deque() for rank in range(len(hosts))}
         self._over_count = dict.fromkeys(range(len(hosts)), 0)
         # By group label, the number of its last operation that has failed on a rank.
         self._failed: dict[str, int] = {}
@@ -115,7 +115,7 @@ class Negotiation:
 
     # -- messages from ranks
 
-    def ask(self, rank: int, ask: Ask, now_s: float) -> None:
+    def ask(self, rank: int, ask: RankRequest, now_s: float) -> None:
         """Handles a request of ``rank`` for an operation."""
         queue = self._queues.get(ask.pairs_with)
         if queue is None:
@@ -135,7 +135,7 @@ class Negotiation:
         self._stall.asked(now_s)
         self._consider(pending, now_s)
 
-    def begin_voted(self, ask: Ask, now_s: float) -> None:
+    def begin_voted(self, ask: RankRequest, now_s: float) -> None:
         """Notes an operation that all ranks have voted for and now run; the caller checks that nothing is unsettled."""
         for rank in ask.members:
             self._stall.heard(rank, now_s)
@@ -209,7 +209,12 @@ class Negotiation:
         self._stall.program_line(rank, line, now_s)
 
     def busy(
-        self, rank: int, blocked: Sequence[Blocked], *, is_stuck: bool, begun: Mapping[str, int] = MappingProxyType({})
+        self,
+        rank: int,
+        blocked: Sequence[BlockedThread],
+        *,
+        is_stuck: bool,
+        begun: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Notes what ``rank`` has been blocked in for a while; an empty sequence if nothing.
 
@@ -384,7 +389,7 @@ class Negotiation:
     def _describe_end(self, rank: int) -> str:
         return describe_end(name_ranks([rank], self._hosts), self._ended[rank])
 
-    def _words_of_join(self, first: Ask) -> str:
+    def _words_of_join(self, first: RankRequest) -> str:
         operation = first.kind.single.in_join_errors or first.kind.single.name
         ranks = [rank for rank in self._joined if rank in first.members]
         return (
@@ -415,8 +420,10 @@ class Negotiation:
         if now_s - self._stuck_since_s[1] < SETTLING_S:
             return
         asks = {rank: [self._pending[id_].first for id_ in sorted(self._waiting.get(rank, ()))] for rank in stuck}
-        waits = {rank: [Wait(ask.kind.name, ask.what, ask.of_set) for ask in asks[rank]] for rank in stuck}
-        waits |= {rank: [Wait(elsewhere[rank][0].what, elsewhere[rank][0].what)] for rank in stuck if not waits[rank]}
+        waits = {rank: [RankWait(ask.kind.name, ask.what, ask.of_set) for ask in asks[rank]] for rank in stuck}
+        waits |= {
+            rank: [RankWait(elsewhere[rank][0].what, elsewhere[rank][0].what)] for rank in stuck if not waits[rank]
+        }
         words = self._words_of_pairing(stuck) or words_of_deadlock(waits, self._hosts)
         refused = sorted({id_ for rank in stuck for id_ in self._waiting.get(rank, ())})
         self._refuse_all([self._pending[id_] for id_ in refused], "MismatchError", words)
@@ -437,7 +444,7 @@ class Negotiation:
             return None
         return words_of_difference(first.kind, first.what, asked, self._hosts)
 
-    def _not_begun(self, blocked: Blocked) -> set[int]:
+    def _not_begun(self, blocked: BlockedThread) -> set[int]:
         """The members of that collective that had not begun it when they were last blocked.
 
         If all had begun it, it is in progress, however long it takes. A rank that has sent no count is left out.

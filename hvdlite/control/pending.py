@@ -1,5 +1,5 @@
 """
-`Ask`, `Pending`, `Refusal`, `PairingQueue`: requests as rank 0 sees them, and the search for deadlocks among them.
+`RankRequest`, `Pending`, `Refusal`, `PairingQueue`: requests as rank 0 sees them, and how it finds deadlocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Id = int
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RankRequest:
     """One rank's request for an operation; `kind`, `name`, `same` and `own` as in `Operation`.
 
     ``ticket`` is the rank's own number for it, which the answer carries. ``caller`` is the calling thread, if the user
@@ -64,10 +64,10 @@ class Pending:
     """
 
     id_: Id
-    first: Ask
+    first: RankRequest
     since_s: float
     index: int
-    asks: dict[int, Ask] = field(default_factory=dict)
+    asks: dict[int, RankRequest] = field(default_factory=dict)
     differs: bool = False
     is_doubtful: bool = False
     differs_since_s: float | None = None
@@ -123,7 +123,7 @@ class PairingQueue:
         self._next_index_of[rank] = index
         return pending
 
-    def add(self, id_: Id, first: Ask, rank: int, since_s: float) -> Pending:
+    def add(self, id_: Id, first: RankRequest, rank: int, since_s: float) -> Pending:
         """Appends an operation that this rank is the first to request."""
         pending = Pending(id_, first, since_s, self._end)
         self._at[self._end] = pending

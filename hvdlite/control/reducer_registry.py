@@ -21,7 +21,7 @@ from ..comm.group import Group
 from ..errors import GradientError
 
 
-class Progress(NamedTuple):
+class StepProgress(NamedTuple):
     """How far an optimizer is in its current step, for reports.
 
     ``sent`` is how many of the step's ``buckets`` have been sent. ``missing`` are names of parameters without a
@@ -39,7 +39,7 @@ class Progress(NamedTuple):
 class SitsOut(Protocol):
     """A reducer as `join` uses it: it takes part in other ranks' steps without gradients of its own."""
 
-    def progress(self) -> Progress:
+    def progress(self) -> StepProgress:
         """Returns how far its step is. Any thread may call it, at any time."""
         ...
 
@@ -146,7 +146,7 @@ class ReducerRegistry:
         """Pins the group's reducers that are alive and not closed; returns them by number."""
         return self._members_of(group).pin()
 
-    def progress(self) -> list[Progress]:
+    def progress(self) -> list[StepProgress]:
         """Returns how far each optimizer is that lives in this process. Any thread may call it."""
         return [member.progress() for member in self._living()]
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from .pending import Ask, Id, Pending
+from .pending import Id, Pending, RankRequest
 
 # A rank that waits for others sends a message about twice a second. After this long without one it counts as silent.
 SILENT_S = 5.0
@@ -52,7 +52,7 @@ class StallRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocked:
+class BlockedThread:
     """One wait of a rank's thread: in an operation that is running, or in something else such as a bucket.
 
     ``collective`` is its group's label, its number in that group, and the ranks that take part.
@@ -76,7 +76,7 @@ class Scene:
     pending: Mapping[Id, Pending]
     waiting: Mapping[int, Collection[Id]]
     joined: Mapping[int, float]
-    under_way: Mapping[int, Sequence[Ask]]
+    under_way: Mapping[int, Sequence[RankRequest]]
     sits_out: bool = False
 
 
@@ -103,7 +103,7 @@ class StallWatch:
         self._size = len(hosts)
         self._rules = rules
         # What each rank reports being blocked in, the longest wait first.
-        self._busy: dict[int, list[Blocked]] = {}
+        self._busy: dict[int, list[BlockedThread]] = {}
         # The blocked ranks in which no thread can request anything until a wait ends.
         self._stuck: set[int] = set()
         self._heard_at_s: dict[int, float] = {}
@@ -139,7 +139,7 @@ class StallWatch:
         """Notes that the join has succeeded or failed: the ranks that had joined continue."""
         self._join_ended_at_s = now_s
 
-    def busy(self, rank: int, blocked: Sequence[Blocked], *, is_stuck: bool) -> None:
+    def busy(self, rank: int, blocked: Sequence[BlockedThread], *, is_stuck: bool) -> None:
         """Notes what ``rank`` is blocked in; an empty sequence if nothing.
 
         ``is_stuck`` is whether all its threads that call operations are blocked in something.
@@ -150,7 +150,7 @@ class StallWatch:
             self._busy.pop(rank, None)
         (self._stuck.add if blocked and is_stuck else self._stuck.discard)(rank)
 
-    def stuck(self) -> dict[int, list[Blocked]]:
+    def stuck(self) -> dict[int, list[BlockedThread]]:
         """By rank, everything it waits for; only ranks in which no thread can do anything until one wait ends."""
         return {rank: self._busy[rank] for rank in self._stuck}
 
@@ -239,7 +239,7 @@ class StallWatch:
         # so its wait counts from the last request of any rank.
         return max(since_s, self._asked_at_s) if rank in scene.joined else since_s
 
-    def _words_elsewhere(self, first: int, longest: Blocked, scene: Scene, now_s: float) -> str:
+    def _words_elsewhere(self, first: int, longest: BlockedThread, scene: Scene, now_s: float) -> str:
         members: Collection[int] = range(self._size)
         told = scene.under_way.get(first)
         if longest.is_operation and told:

@@ -24,7 +24,7 @@ from .handle import Handle
 from .joins import Joins
 from .messages import CloseRound, OperationRequest, ToRank0
 from .operation import Execution, Operation
-from .pending import Ask
+from .pending import RankRequest
 from .rank0_connection import Rank0Connection
 from .requests import Requests
 from .thread_labels import ThreadLabels
@@ -63,7 +63,7 @@ class Submitter:
         # None unless all ranks share memory.
         self._voter: Voter | None = None
 
-    def open_board(self, board: Board, decide_round: Callable[[int, Ask], None] | None) -> None:
+    def open_board(self, board: Board, decide_round: Callable[[int, RankRequest], None] | None) -> None:
         """Begins to use votes on this board, for calls that all ranks make at the same time.
 
         ``decide_round`` exists on rank 0 only.
@@ -159,7 +159,7 @@ class Submitter:
         """Votes; runs the operation if all ranks vote for it now, else requests it by a message."""
         assert self._voter is not None, "a vote has begun"
         ticket, set_id = int(handle), group.set_id
-        noted = Ask(ticket, set_id, operation.kind, operation.name, handle.what, group.ranks, {}, None)
+        noted = RankRequest(ticket, set_id, operation.kind, operation.name, handle.what, group.ranks, {}, None)
         is_go = self._voter.vote(call, noted)
         with self._lock:
             self._requests.voted_ticket = None

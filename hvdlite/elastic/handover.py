@@ -25,7 +25,7 @@ from ..faults import point
 from ..log import log
 from ..ops.base import submit
 from ..ops.broadcast import broadcast_tensors
-from ..ops.typed_values import Decoder, Encoder
+from ..ops.typed_values import ValueDecoder, ValueEncoder
 from ..optim.optimizer_state import SentTensors, resolver, room_for
 from ..runtime.process_set_functions import global_process_set, group_of
 
@@ -52,7 +52,7 @@ class Handed(Protocol):
         """Returns the tensors that are overwritten, in an order that is equal on all ranks."""
         ...
 
-    def encode(self, encoder: Encoder, sent: SentTensors) -> Any:
+    def encode(self, encoder: ValueEncoder, sent: SentTensors) -> Any:
         """Returns everything else as JSON, with its tensors in ``sent``. Called on rank 0."""
         ...
 
@@ -64,7 +64,7 @@ class Handed(Protocol):
         """Called on rank 0 in place of `take`."""
         ...
 
-    def take(self, tree: Any, decoder: Decoder, *, is_whole: bool) -> None:
+    def take(self, tree: Any, decoder: ValueDecoder, *, is_whole: bool) -> None:
         """Takes what `encode` has returned on rank 0. Unless ``is_whole``, parameters' tensors have not been sent."""
         ...
 
@@ -145,7 +145,7 @@ def hand_over(
     else:
         sender = group.describe_rank(0)
         for name, (tree, _) in told["objects"].items():
-            decoder = Decoder(resolver(params[name], tensors[name]), sender, f"{what} of {name_of(name)}")
+            decoder = ValueDecoder(resolver(params[name], tensors[name]), sender, f"{what} of {name_of(name)}")
             handed[name].take(tree, decoder, is_whole=is_whole)
     return Receipt(is_whole, told["commits"])
 
@@ -161,7 +161,7 @@ def _header(
     objects, pickled = {}, []
     try:
         for name, each in handed.items():
-            encoder = Encoder(sent[name].refer)
+            encoder = ValueEncoder(sent[name].refer)
             objects[name] = [each.encode(encoder, sent[name]), sent[name].packed()]
             pickled += [f"{name_of(name)}: {place}" for place in encoder.pickled]
     except Exception as error:  # noqa: BLE001 - whatever the methods of an object raise

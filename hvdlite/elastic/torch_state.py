@@ -21,7 +21,7 @@ from ..control.operation import ELASTIC_STATE
 from ..ops.api import barrier
 from ..ops.broadcast import broadcast_object
 from ..ops.sendable import check_sendable, check_writable, plain_tensor
-from ..ops.typed_values import Decoder, Encoder
+from ..ops.typed_values import ValueDecoder, ValueEncoder
 from ..optim.fill_tensors import Filler
 from ..optim.optimizer import DistributedOptimizer
 from ..optim.optimizer_state import (
@@ -117,7 +117,7 @@ class StateDictHandler(StateHandler):
     def in_place(self) -> Sequence[InPlace]:
         return []
 
-    def encode(self, encoder: Encoder, sent: SentTensors) -> Any:
+    def encode(self, encoder: ValueEncoder, sent: SentTensors) -> Any:
         return encoder.encode(self.value.state_dict(), "state_dict()")
 
     def params(self) -> Sequence[torch.Tensor]:
@@ -127,7 +127,7 @@ class StateDictHandler(StateHandler):
         # As the other ranks do: a sampler divides the rest of the epoch anew.
         self.value.load_state_dict(self.value.state_dict())
 
-    def take(self, tree: Any, decoder: Decoder, *, is_whole: bool) -> None:
+    def take(self, tree: Any, decoder: ValueDecoder, *, is_whole: bool) -> None:
         self.value.load_state_dict(decoder.decode(tree))
 
 
@@ -201,12 +201,12 @@ class ModelStateHandler(_LargeStateHandler):
                 entries.append(InPlace(name, plain_tensor(tensor), name in params))
         return entries
 
-    def encode(self, encoder: Encoder, sent: SentTensors) -> Any:
+    def encode(self, encoder: ValueEncoder, sent: SentTensors) -> Any:
         # What modules return in `get_extra_state`.
         others = {name: each for name, each in self.value.state_dict().items() if not isinstance(each, torch.Tensor)}
         return encoder.encode(others, "state_dict()")
 
-    def take(self, tree: Any, decoder: Decoder, *, is_whole: bool) -> None:
+    def take(self, tree: Any, decoder: ValueDecoder, *, is_whole: bool) -> None:
         if others := decoder.decode(tree):
             self.value.load_state_dict({**self.value.state_dict(), **others})
 
@@ -243,14 +243,14 @@ class OptimizerStateHandler(_LargeStateHandler):
         optimizer = self.value
         return isinstance(optimizer, DistributedOptimizer) and optimizer.process_set is not global_process_set
 
-    def encode(self, encoder: Encoder, sent: SentTensors) -> Any:
+    def encode(self, encoder: ValueEncoder, sent: SentTensors) -> Any:
         return encode_state(self._unwrapped(), encoder, sent)
 
     def params(self) -> Sequence[torch.Tensor]:
         # The property of a DistributedOptimizer waits for gradients that are being averaged.
         return [param for entry in self.value.param_groups for param in entry["params"]]
 
-    def take(self, tree: Any, decoder: Decoder, *, is_whole: bool) -> None:
+    def take(self, tree: Any, decoder: ValueDecoder, *, is_whole: bool) -> None:
         if is_whole:
             params = self.params()
             state_of(tree, decoder, params).give_to(self._unwrapped(), params)
@@ -276,13 +276,13 @@ class _Attributes(StateDictHandler):
     def __init__(self, state: TorchState, names: Sequence[str]) -> None:
         self._state, self._names = state, names
 
-    def encode(self, encoder: Encoder, sent: SentTensors) -> Any:
+    def encode(self, encoder: ValueEncoder, sent: SentTensors) -> Any:
         return [[name, encoder.encode(getattr(self._state, name), name)] for name in self._names]
 
     def given(self) -> None:
         return
 
-    def take(self, tree: Any, decoder: Decoder, *, is_whole: bool) -> None:
+    def take(self, tree: Any, decoder: ValueDecoder, *, is_whole: bool) -> None:
         for name, encoded in tree:
             self._state._take_attribute(name, decoder.decode(encoded))
 

@@ -28,7 +28,7 @@ from ..compression.codecs import working_dtype
 OWN, SUM, MEAN, REST = "own", "sum", "mean", "rest"
 
 
-class _Kept(NamedTuple):
+class _KeptPart(NamedTuple):
     """A part of one gradient's residual: its first element, the factor that it contains, and its values."""
 
     start: int
@@ -47,7 +47,7 @@ class _Before(NamedTuple):
     """The residuals at the begin of a step. The values of those that the step changes are copied before."""
 
     of: dict[tuple[str, str], _Residual]
-    loaded: dict[tuple[str, str], _Kept]
+    loaded: dict[tuple[str, str], _KeptPart]
 
 
 class Rest(NamedTuple):
@@ -55,7 +55,7 @@ class Rest(NamedTuple):
 
     name: str
     span: tuple[int, int]
-    kept: _Kept
+    kept: _KeptPart
 
 
 class Residuals:
@@ -65,7 +65,7 @@ class Residuals:
         # By the kind, and the bucket's first parameter.
         self._of: dict[tuple[str, str], _Residual] = {}
         # By the parameter's name and the kind; for buckets that are yet to come.
-        self._loaded: dict[tuple[str, str], _Kept] = {}
+        self._loaded: dict[tuple[str, str], _KeptPart] = {}
         # Where the step in progress may be taken back: the residuals before it, copies of those that it has changed,
         # and memory for such copies.
         self._before: _Before | None = None
@@ -150,7 +150,7 @@ class Residuals:
                 del self._of[key]
                 self._loaded |= {(name, key[0]): kept for name, kept in _parts(known)}
 
-    def _fill(self, made: Tensor, start: int, span: tuple[int, int], kept: _Kept | None, scale: float) -> None:
+    def _fill(self, made: Tensor, start: int, span: tuple[int, int], kept: _KeptPart | None, scale: float) -> None:
         """Adds what was loaded for the parameter at ``span`` of a bucket to a residual that begins at ``start``."""
         if kept is None:
             return
@@ -188,7 +188,7 @@ class Residuals:
                     self._loaded[key] = kept._replace(start=kept.start + own.start, values=kept.values[own].clone())
                 self._keep_rest(piece.spec.name, kept._replace(values=others))
 
-    def _keep_rest(self, name: str, more: _Kept) -> None:
+    def _keep_rest(self, name: str, more: _KeptPart) -> None:
         rest = self._loaded.get((name, REST))
         if rest is not None:
             start = min(rest.start, more.start)
@@ -254,7 +254,7 @@ class Residuals:
         return means
 
     def state_dict(self) -> dict[str, dict[str, tuple[int, float, Tensor]]]:
-        """Returns the residuals by name and kind, as plain tuples of a `_Kept` each, with copies of the values."""
+        """Returns the residuals by name and kind, as plain tuples of a `_KeptPart` each, with copies of the values."""
         found: dict[str, dict[str, tuple[int, float, Tensor]]] = {}
         for (name, kind), (start, scale, values) in self._loaded.items():
             found.setdefault(name, {})[kind] = start, scale, values.clone()
@@ -272,7 +272,7 @@ class Residuals:
     def _load(self, state: Mapping[str, Mapping[str, tuple[int, float, Tensor]]]) -> None:
         self._of.clear()
         self._loaded = {
-            (name, kind): _Kept(start, scale, values.clone())
+            (name, kind): _KeptPart(start, scale, values.clone())
             for name, kinds in state.items()
             for kind, (start, scale, values) in kinds.items()
         }
@@ -293,13 +293,13 @@ def replace_if_finite(residual: Tensor, left: Tensor, sums: Tensor) -> None:
         sums.fill_(math.nan)
 
 
-def _parts(residual: _Residual) -> Iterator[tuple[str, _Kept]]:
+def _parts(residual: _Residual) -> Iterator[tuple[str, _KeptPart]]:
     """Yields a copy of what a bucket's residual has of each parameter, with the parameter's name."""
     plan, start, scale, values = residual
     for piece, (first, last) in zip(plan.slices, spans(plan), strict=True):
         begin, end = max(first, start), min(last, start + len(values))
         if begin < end:
-            yield piece.spec.name, _Kept(begin - first, scale, values[begin - start : end - start].clone())
+            yield piece.spec.name, _KeptPart(begin - first, scale, values[begin - start : end - start].clone())
 
 
 def spans(plan: BucketPlan) -> list[tuple[int, int]]:

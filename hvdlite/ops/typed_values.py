@@ -1,12 +1,12 @@
 """
-`Encoder` and `Decoder`: values as JSON, with their exact types, floats by their bits, and tensors by reference.
+`ValueEncoder` and `ValueDecoder`: values as JSON, with exact types, floats by their bits, tensors by reference.
 
-    value ── Encoder.encode ── JSON ── bytes to another rank ── Decoder.decode ── an equal value of the same types
+    value ── ValueEncoder.encode ── JSON ── bytes to another rank ── ValueDecoder.decode ── an equal value
                └─ tensors: the caller sends them separately
 
 Known are Python's numbers, texts and containers, those of `collections`, and torch's dtypes, devices and sizes. A
 container that occurs twice, or in itself, arrives as one object. An object of any other type is pickled by itself,
-inside the JSON, and `Encoder.pickled` says where it is.
+inside the JSON, and `ValueEncoder.pickled` says where it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST = 1 << 53
 _FACTORIES: dict[str, Any] = {each.__name__: each for each in (int, float, str, bool, list, dict, set)}
 
 
-class Encoder:
+class ValueEncoder:
     """Encodes values of one message. ``refer`` returns the reference of a tensor."""
 
     def __init__(self, refer: Refer) -> None:
@@ -105,8 +105,8 @@ class Encoder:
         return self._refer(value) if isinstance(value, Tensor) else None
 
 
-class Decoder:
-    """Decodes what one `Encoder` has encoded, in the same order. ``resolve`` returns the tensor of a reference.
+class ValueDecoder:
+    """Decodes what one `ValueEncoder` has encoded, in the same order. ``resolve`` returns the tensor of a reference.
 
     The sender must be known: a message with pickled objects can run any code.
     """

@@ -23,7 +23,7 @@ from ..errors import MismatchError
 from ..log import log
 from ..ops.base import submit
 from ..ops.broadcast import allgather_object, broadcast_object, broadcast_tensors
-from ..ops.typed_values import Decoder, Encoder
+from ..ops.typed_values import ValueDecoder, ValueEncoder
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
@@ -151,7 +151,7 @@ def _received(path: str, names: list[str], group: Group, process_set: ProcessSet
         try:
             saved = checkpoint_file.read(path)
             _require_names(saved, names, path)
-            encoded = Encoder(sent.refer).encode([saved, _metadata_of(saved)], path)
+            encoded = ValueEncoder(sent.refer).encode([saved, _metadata_of(saved)], path)
         except Exception as caught:  # noqa: BLE001  # sent, so that no rank waits for ever
             error, told, sent = caught, _told(caught), SentTensors()
         data = json.dumps([told, encoded, sent.packed()]).encode()
@@ -167,7 +167,7 @@ def _received(path: str, names: list[str], group: Group, process_set: ProcessSet
     _raise_told(told, error)
     if saved is not None:
         return saved
-    decoder = Decoder(resolver([], tensors), group.describe_rank(0), LOAD_CHECKPOINT.name)
+    decoder = ValueDecoder(resolver([], tensors), group.describe_rank(0), LOAD_CHECKPOINT.name)
     received, metadata = decoder.decode(encoded)
     for name, each in metadata.items():
         received[name]._metadata = each

@@ -26,7 +26,7 @@ from ..control.operation import BROADCAST_OPTIMIZER_STATE, Execution, Operation
 from ..ops.base import submit
 from ..ops.broadcast import broadcast_tensors, digest_of
 from ..ops.sendable import check_sendable, is_sendable, plain_tensor
-from ..ops.typed_values import Decoder, Encoder
+from ..ops.typed_values import ValueDecoder, ValueEncoder
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
@@ -72,7 +72,7 @@ def broadcast_optimizer_state(
     sent, error = SentTensors(), None
     if is_root:
         try:
-            encoded = encode_state(own, Encoder(sent.refer), sent)
+            encoded = encode_state(own, ValueEncoder(sent.refer), sent)
             data = json.dumps([encoded, sent.packed()]).encode()
         except Exception as caught:  # noqa: BLE001 - whatever the methods of an object raise
             # Sent in place of the state, so that no rank waits for it for ever.
@@ -92,7 +92,7 @@ def broadcast_optimizer_state(
     if isinstance(tree, str):
         raise TypeError(f"{kind}: the state of {sender} cannot be sent: {tree}") from error
     if not is_root:
-        state_of(tree, Decoder(resolver(params, tensors), sender, kind), params).give_to(own, params)
+        state_of(tree, ValueDecoder(resolver(params, tensors), sender, kind), params).give_to(own, params)
 
 
 def what_is_equal(optimizer: Any) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class _Meta:
 
 
 class SentTensors:
-    """The tensors of an encoded state, which are sent behind it. ``refer`` is an `Encoder`'s."""
+    """The tensors of an encoded state, which are sent behind it. ``refer`` is an `ValueEncoder`'s."""
 
     def __init__(self) -> None:
         # Set by `encode_state` while it encodes.
@@ -218,7 +218,7 @@ def room_for(metas: Sequence[Any], params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def resolver(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> Callable[[Any], Tensor]:
-    """Returns what finds the tensor of a reference of `SentTensors` for a `Decoder`."""
+    """Returns what finds the tensor of a reference of `SentTensors` for a `ValueDecoder`."""
 
     def resolve(reference: Any) -> Tensor:
         kind, number = reference
@@ -228,7 +228,7 @@ def resolver(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> Callable[[A
     return resolve
 
 
-def encode_state(optimizer: Any, encoder: Encoder, sent: SentTensors) -> list[Any]:
+def encode_state(optimizer: Any, encoder: ValueEncoder, sent: SentTensors) -> list[Any]:
     """Returns an optimizer's state as JSON, for `state_of`, with the tensors in ``sent``; ``optimizer`` is unwrapped.
 
     A TypeError names a value that cannot be sent.
@@ -251,7 +251,7 @@ def encode_state(optimizer: Any, encoder: Encoder, sent: SentTensors) -> list[An
         sent.number_of, sent.owner = {}, NOBODY
 
 
-def take_options(tree: Sequence[Any], decoder: Decoder, optimizer: Any) -> None:
+def take_options(tree: Sequence[Any], decoder: ValueDecoder, optimizer: Any) -> None:
     """Gives a rank whose state is equal already the options alone of what `encode_state` has encoded.
 
     An optimizer with a ``state_dict`` of its own gets all of that.
@@ -296,7 +296,7 @@ def _options_of(entry: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key != "params"}
 
 
-def state_of(tree: Sequence[Any], decoder: Decoder, params: Sequence[Tensor]) -> _Standing | _StateDict:
+def state_of(tree: Sequence[Any], decoder: ValueDecoder, params: Sequence[Tensor]) -> _Standing | _StateDict:
     """Returns the state that `encode_state` has encoded, with this rank's parameters."""
     if not tree[0]:
         return _StateDict(decoder.decode(tree[1]))

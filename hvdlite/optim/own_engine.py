@@ -24,7 +24,7 @@ from ..buckets.step_trace import StepTrace
 from ..comm.group import Group
 from ..control.generation import Generation
 from ..control.operation import OPTIMIZER
-from ..control.reducer_registry import Progress
+from ..control.reducer_registry import StepProgress
 from ..environment import CheckParameters
 from ..errors import GradientError, NotInitializedError
 from ..ops.base import compare
@@ -239,8 +239,8 @@ class OwnEngine:
 
     # -- for ranks that join
 
-    def progress(self) -> Progress:
-        """Returns how far the current step is; see `control.reducer_registry.Progress`. Any thread may call it."""
+    def progress(self) -> StepProgress:
+        """Returns how far the current step is; see `control.reducer_registry.StepProgress`. Any thread may call it."""
         return self._user.step.plan.progress()
 
     def sit_out(self, average_of_active: bool) -> bool:

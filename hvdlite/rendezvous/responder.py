@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from hvdlite_wire.codec import encode
-from hvdlite_wire.field_types import Links
+from hvdlite_wire.field_types import HostLinks
 from hvdlite_wire.store_requests import StoreRequest
 
 from .key_listener import KeyListener
@@ -50,7 +50,7 @@ def respond(
         # Where this process can open no more files, nothing is known of its links; it answers all the same.
         with contextlib.suppress(OSError):
             if (now := keepalive()) is not None:
-                parts.append(encode(Links(now.addresses, now.silences())))
+                parts.append(encode(HostLinks(now.addresses, now.silences())))
         # Without an agent this process is ended, too.
         with contextlib.suppress(OSError):
             client.request(StoreRequest.ALIVE, parts)

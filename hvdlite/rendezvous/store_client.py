@@ -38,8 +38,8 @@ class StoreClient:
     def __init__(self, path: str) -> None:
         """Takes the path of the agent's socket; connects at the first request."""
         self._path = path
-        self._idle: list[_Connection] = []
-        self._busy: set[_Connection] = set()
+        self._idle: list[_StoreConnection] = []
+        self._busy: set[_StoreConnection] = set()
         forks.when_forked(self)
 
     @classmethod
@@ -110,7 +110,7 @@ class StoreClient:
     def _ask(self, frame: bytes, timeout_s: float | None) -> tuple[bool, bytes]:
         connection = None
         try:
-            connection = self._take_idle() or _Connection(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection = self._take_idle() or _StoreConnection(socket.AF_UNIX, socket.SOCK_STREAM)
             self._busy.add(connection)
             connection.be_patient_for(timeout_s)
             if not connection.is_open:
@@ -138,14 +138,14 @@ class StoreClient:
         self._idle.append(connection)
         return bool(outcome), answer
 
-    def _take_idle(self) -> _Connection | None:
+    def _take_idle(self) -> _StoreConnection | None:
         try:
             return self._idle.pop()
         except IndexError:
             return None
 
 
-class _Connection(socket.socket):
+class _StoreConnection(socket.socket):
     """A Unix socket with the kernel's timeouts: with Python's, each read or write takes three system calls, not one."""
 
     is_open = False
@@ -166,7 +166,7 @@ class _Connection(socket.socket):
         self._timeout_s = timeout_s
 
 
-def _read_frame(connection: _Connection) -> tuple[int, bytes]:
+def _read_frame(connection: _StoreConnection) -> tuple[int, bytes]:
     received = bytearray()
     end = HEADER.size
     outcome = None

@@ -49,7 +49,7 @@ from .retry import Retry
 _TRIES = 4
 
 
-class Report(NamedTuple):
+class SelfReport(NamedTuple):
     """What a rank says of itself in a new world.
 
     ``is_new``: it was in no world before. ``is_in_step``: it waits for the averages of a step. ``passed``: by an
@@ -73,7 +73,7 @@ class RankReport(NamedTuple):
     that it has passed, and ``notes`` those of its followers, by their names.
     """
 
-    report: Report
+    report: SelfReport
     left: tuple[LastVotes, ...]
     identity: str
     votes: int = 0
@@ -104,10 +104,10 @@ class Outcome(enum.Enum):
     DISCARD = "no rank uses the step"
 
 
-def settle(reports: Sequence[Report], left: Sequence[LastVotes] = ()) -> Settlement:
+def settle(reports: Sequence[SelfReport], left: Sequence[LastVotes] = ()) -> Settlement:
     """Returns what follows from the reports of all ranks, and from what others have left; equal on all of them."""
     passed: dict[int, int] = {}
-    known: list[Report | LastVotes] = [*reports, *left]
+    known: list[SelfReport | LastVotes] = [*reports, *left]
     for each in known:
         for number, steps in each.passed.items():
             passed[number] = max(steps, passed.get(number, 0))
@@ -258,8 +258,8 @@ class Survival:
     def _own_report(self) -> RankReport:
         is_new, passed = self._size == 0, dict(self._passed)
         if not self._is_in_step:
-            return RankReport(Report(is_new, False, passed), (), self._identity)
-        report = Report(is_new, True, passed, self._number, self._can_repeat, self._discarded)
+            return RankReport(SelfReport(is_new, False, passed), (), self._identity)
+        report = SelfReport(is_new, True, passed, self._number, self._can_repeat, self._discarded)
         left = tuple(self._read_last_votes())
         notes = {name: follower.note_of(self._number) for name, follower in self._living().items()}
         return RankReport(report, left, self._identity, sum(passed.values()), notes)

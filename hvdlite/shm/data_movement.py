@@ -35,7 +35,7 @@ class Barrier:
         self._operation.finish()
 
 
-class Broadcast:
+class SharedBroadcast:
     """Overwrites every rank's bytes with the bytes of rank ``root``."""
 
     def __init__(self, operation: ShmOperation, flat: Tensor, root: int) -> None:

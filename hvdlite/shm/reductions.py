@@ -86,7 +86,7 @@ class SmallAllReduce:
         operation.finish()
 
 
-class AllReduce:
+class SharedAllReduce:
     """Reduces a larger contiguous tensor over all ranks, in place or into another one."""
 
     def __init__(

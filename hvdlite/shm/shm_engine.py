@@ -27,9 +27,9 @@ from ..log import log
 from .arithmetic import DTYPES, Arithmetic, factor_of
 from .board import Board
 from .control_block import LEFT, PAYLOAD_BYTES
-from .data_movement import AllGather, AllToAll, Barrier, Broadcast
+from .data_movement import AllGather, AllToAll, Barrier, SharedBroadcast
 from .queue import CollectiveSteps, Queue
-from .reductions import AllReduce, Blocks, ReduceScatter, SmallAllReduce
+from .reductions import Blocks, ReduceScatter, SharedAllReduce, SmallAllReduce
 from .segment import NoMemoryError
 from .shm_operation import KINDS, EngineContext, ShmOperation
 from .shm_work import ShmWork
@@ -122,7 +122,7 @@ class ShmEngine(Engine):
         flat = _flat(tensor)
         flat_source = flat if source is tensor else _flat(source)
         return self._submit(
-            [tensor], lambda operation: AllReduce(operation, tensor, flat, arithmetic, self._blocks, flat_source),
+            [tensor], lambda operation: SharedAllReduce(operation, tensor, flat, arithmetic, self._blocks, flat_source),
             *call, arithmetic=arithmetic,
         )  # fmt: skip
 
@@ -177,7 +177,7 @@ class ShmEngine(Engine):
         if not 0 <= root < self.size:
             raise ValueError(f"broadcast: there is no rank {root} among the {self.size} ranks")
         return self._submit(
-            tensors, lambda operation: Broadcast(operation, flat, root),
+            tensors, lambda operation: SharedBroadcast(operation, flat, root),
             "broadcast", tensor.numel(), tensor.dtype, flat.numel(), root=root,
         )  # fmt: skip
 

@@ -25,7 +25,7 @@ from ..buckets.layout import Layout
 from ..buckets.plan import BucketPlan, Description
 from ..buckets.weights import Weights
 from ..comm.engine import Engine, HasMemory
-from ..control.reducer_registry import Progress
+from ..control.reducer_registry import StepProgress
 from ..exchanges.sparse_gather import SparseParameters
 from .step_state import StepPhase
 from .step_world import Added, Buffers, CarriedOver, StepWorld
@@ -102,16 +102,16 @@ class GradientPlan:
         if isinstance(engine, HasMemory):
             self.layout.take_over(buffers, engine.holds)
 
-    def progress(self) -> Progress:
-        """Returns how far the current step is; see `control.reducer_registry.Progress`. Any thread may call it."""
+    def progress(self) -> StepProgress:
+        """Returns how far the current step is; see `control.reducer_registry.StepProgress`. Any thread may call it."""
         # Read while other threads may change it: a report may be a gradient late.
         trace, phase, waiting = self._world.trace, self._world.state.phase, self.queue.not_sent()
         buckets = sum(not bucket.asleep for bucket in self.layout.buckets)
         if phase is StepPhase.IDLE:
             # Those of the step before have all been sent.
-            return Progress(trace.optimizer, trace.step, phase.value, buckets, 0, ())
+            return StepProgress(trace.optimizer, trace.step, phase.value, buckets, 0, ())
         missing = () if not waiting else tuple(waiting[0].missing_names())
-        return Progress(trace.optimizer, trace.step, phase.value, buckets, buckets - len(waiting), missing)
+        return StepProgress(trace.optimizer, trace.step, phase.value, buckets, buckets - len(waiting), missing)
 
     @property
     def has_passes(self) -> bool:

@@ -35,7 +35,7 @@ _PARENT, _USER_TIME, _SYSTEM_TIME, _RESIDENT_PAGES = 4, 14, 15, 24
 
 
 @dataclass
-class _Asked:
+class _AskedProcess:
     """A process that was asked. Its worker is known once it has answered."""
 
     pid: int
@@ -54,7 +54,7 @@ class Progress:
         self._host: dict[str, object] = {}  # what is told of the host with the next worker
         self._number = 0
         self._job_dir = ""
-        self._asked: list[_Asked] = []
+        self._asked: list[_AskedProcess] = []
         self._silent: dict[int, int] = {}  # the pids of workers that have not answered, by their numbers
         self._unanswered: set[int] = set()  # the pids that this question was for, as long as they have not answered
         self._workers: dict[int, int] = {}  # the workers' numbers by their own pids, and by those that have answered
@@ -110,11 +110,11 @@ class Progress:
             connection.close()
             return
         self._unanswered.add(pid)
-        asked = _Asked(pid, connection)
+        asked = _AskedProcess(pid, connection)
         self._asked.append(asked)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(asked))
 
-    def _read(self, asked: _Asked) -> None:
+    def _read(self, asked: _AskedProcess) -> None:
         try:
             data = asked.connection.recv(_READ_BYTES)
         except OSError:
@@ -132,7 +132,7 @@ class Progress:
         if not self._asked:
             self._tell_silent()
 
-    def _close(self, asked: _Asked) -> None:
+    def _close(self, asked: _AskedProcess) -> None:
         self._asked.remove(asked)
         self._selector.unregister(asked.connection)
         asked.connection.close()

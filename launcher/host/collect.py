@@ -100,7 +100,7 @@ def _be_child(writes: int, workers: Mapping[int, int], job_dir: str) -> None:
 
 
 @dataclass
-class _Asked:
+class _AskedWorker:
     """A process of a worker that can be asked."""
 
     pid: int
@@ -147,10 +147,12 @@ def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, dict[str, Any
     return facts
 
 
-def _outermost(processes: Mapping[int, Sequence[Mapping[str, Any]]], job_dir: str, suffix: str) -> dict[int, _Asked]:
+def _outermost(
+    processes: Mapping[int, Sequence[Mapping[str, Any]]], job_dir: str, suffix: str
+) -> dict[int, _AskedWorker]:
     """Returns the outermost process of each worker that has a file with this suffix in the job's directory."""
     return {
-        worker: _Asked(each["pid"], path)
+        worker: _AskedWorker(each["pid"], path)
         for worker, found in processes.items()
         for each in found[::-1]  # the outermost is the last to be set
         if os.path.exists((path := os.path.join(job_dir, f"r{each['pid']}")) + suffix)
@@ -205,7 +207,7 @@ def _command_of(process: psutil.Process) -> str:
         return ""
 
 
-def _ask(asked: list[_Asked]) -> None:
+def _ask(asked: list[_AskedWorker]) -> None:
     """Reads the answer of each process, as far as it comes in time."""
     with selectors.DefaultSelector() as selector:
         for each in asked:
@@ -237,7 +239,7 @@ def _ask(asked: list[_Asked]) -> None:
             key.data.connection.close()
 
 
-def _have_stacks_written(asked: list[_Asked]) -> None:
+def _have_stacks_written(asked: list[_AskedWorker]) -> None:
     """Signals the processes, and waits until what they write has come to an end."""
     waiting = []
     for each in asked:
@@ -257,7 +259,7 @@ def _have_stacks_written(asked: list[_Asked]) -> None:
         ]
 
 
-def _size_of_stacks(asked: _Asked) -> int:
+def _size_of_stacks(asked: _AskedWorker) -> int:
     """Returns the size of the process' file of stacks; -1 if it was removed meanwhile."""
     try:
         return os.path.getsize(f"{asked.path}.stacks")
@@ -272,7 +274,7 @@ def _handles_the_signal(pid: int) -> bool:
     return bool(int(handled.split()[1], 16) >> (STACKS_SIGNAL - 1) & 1)
 
 
-def _stacks(asked: _Asked) -> str | None:
+def _stacks(asked: _AskedWorker) -> str | None:
     try:
         with open(f"{asked.path}.stacks", errors="replace") as file:
             libraries = file.readline()

@@ -35,7 +35,7 @@ Seconds = Annotated[float, Between(0, 10**6)]
 
 
 @dataclass(frozen=True)
-class Links:
+class HostLinks:
     """A worker's own addresses on connections to other hosts, and how long nothing has come from other addresses."""
 
     addresses: tuple[Address, ...] = ()

@@ -44,7 +44,7 @@ class StoreRequest(IntEnum):
     # With generation 0 it takes back that it has asked for a rank; it reads in `standby_key` whether it could.
     # If it could not connect to the ranks of that generation, it has a third argument: `field_types.Refusals`, encoded.
     INIT_FAILED = 12  # number of the worker whose hvd.init() has raised an exception ── nothing
-    # Between hosts it has a fourth argument: `field_types.Links`, encoded.
+    # Between hosts it has a fourth argument: `field_types.HostLinks`, encoded.
     ALIVE = 13  # number of the worker, of the question (`elastic.hangs`), milliseconds that it has waited ── nothing
     STALLED = 14  # number of the worker, milliseconds that it has waited for other ranks ── nothing
 

@@ -74,7 +74,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How far an optimizer is in its step: see `hvdlite.control.reducer_registry.Progress`."""
+    """How far an optimizer is in its step: see `hvdlite.control.reducer_registry.StepProgress`."""
 
     optimizer: str
     step: int

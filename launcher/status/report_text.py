@@ -1,6 +1,6 @@
 """The report as text for people and as data for programs.
 
-Report ──► text: the cause, who waits for it, equal stacks once, a line for each group that waits, a table of ranks
+JobReport ──► text: the cause, who waits for it, equal stacks once, a line for each group that waits, a table of ranks
        └─► data: all of it, for JSON
 """
 
@@ -25,7 +25,7 @@ _MOST_FRAMES = 25
 
 
 @dataclass(frozen=True)
-class Report:
+class JobReport:
     """What was found out about the running ranks of a job, and which have ended. ``why`` says who asked for it."""
 
     number: int

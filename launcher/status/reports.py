@@ -18,7 +18,7 @@ from hvdlite_wire.safe_paths import write_file
 from ..errors import why_not_written
 from ..wire.messages import ReportAsked, Reported, Stalled, Unresponsive
 from .rank_facts import RankFacts, read_facts
-from .report_text import Report
+from .report_text import JobReport
 
 # Agents stop to collect after 4 s.
 _COMPLETE_WITHIN_S = 4.5
@@ -151,7 +151,7 @@ class Reports:
     def _finish(self) -> None:
         assert self._began_at is not None, "it was begun"
         took_s = self._clock() - self._began_at
-        report = Report(self._number, self._why, list(self._facts.values()), took_s, sorted(self._ended()))
+        report = JobReport(self._number, self._why, list(self._facts.values()), took_s, sorted(self._ended()))
         self._began_at = None
         text, data = report.text(), report.data()
         if self._is_shown:

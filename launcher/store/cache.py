@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from hvdlite_wire.assignments import NewWorkerPolicy
 from hvdlite_wire.codec import decode
 from hvdlite_wire.errors import MessageError
-from hvdlite_wire.field_types import Links, Refusals
+from hvdlite_wire.field_types import HostLinks, Refusals
 from hvdlite_wire.store_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, generation_of, pack, unpack
 
 from ..wire.messages import Alive, InitDone, InitFailed, InitStarted, Stalled
@@ -182,7 +182,7 @@ class Cache:
             case []:
                 self._send(Alive(worker, number, waited_ms / 1000))
             case [data]:
-                links = decode(Links, data)
+                links = decode(HostLinks, data)
                 self._send(Alive(worker, number, waited_ms / 1000, links.addresses, links.silent_s))
             case _:
                 raise MessageError("an answer has at most four parts")

@@ -44,7 +44,7 @@ from hvdlite.control.messages import (
     WaitsIn,
 )
 from hvdlite.control.negotiation import Negotiation
-from hvdlite.control.stall import Blocked, StallRules
+from hvdlite.control.stall import BlockedThread, StallRules
 from hvdlite.control.stragglers import StragglerWatch
 from hvdlite.signing import Signer
 
@@ -596,13 +596,13 @@ def looked(heartbeat: Heartbeat, now_s: float, blocked=(), **more) -> list:
 @pytest.mark.parametrize(
     "other",
     [
-        Blocked("bucket 1", 11.0, collective=("opt", 4, (0, 1))),  # for too short a time to be reported
-        Blocked("allreduce of 'a'", 0.0, is_operation=True),
-        Blocked("something", 0.0),
+        BlockedThread("bucket 1", 11.0, collective=("opt", 4, (0, 1))),  # for too short a time to be reported
+        BlockedThread("allreduce of 'a'", 0.0, is_operation=True),
+        BlockedThread("something", 0.0),
     ],
 )
 def test_a_rank_is_stuck_only_where_all_that_it_waits_for_is_told(other):
-    wait = Blocked("bucket 0", 0.0, collective=("opt", 3, (0, 2)))
+    wait = BlockedThread("bucket 0", 0.0, collective=("opt", 3, (0, 2)))
     assert looked(Heartbeat(StallRules()), 11.0, [wait], size=3)[0][1:3] == [
         [["bucket 0", 11.0, False, ["opt", 3, [0, 2]]]],
         True,
@@ -613,20 +613,20 @@ def test_a_rank_is_stuck_only_where_all_that_it_waits_for_is_told(other):
 def test_what_a_rank_is_blocked_in_is_told_once_and_again_when_it_changes():
     heartbeat = Heartbeat(StallRules())
     begun, size = {"opt": 3}, 2
-    wait = Blocked("bucket 0", 10.0, collective=("opt", 3, (0, 1)))
+    wait = BlockedThread("bucket 0", 10.0, collective=("opt", 3, (0, 1)))
     busy = ["busy", [["bucket 0", 1.5, False, ["opt", 3, None]]], True, begun]
     assert looked(heartbeat, 10.25, [wait]) == [["alive", 0]]
     assert looked(heartbeat, 11.5, [wait], begun=begun, size=size)[0] == busy
     assert looked(heartbeat, 12.5, [wait]) == [["alive", 0]]
     # The same text, but another step.
-    again = Blocked("bucket 0", 12.0, collective=("opt", 3, (0, 1)))
+    again = BlockedThread("bucket 0", 12.0, collective=("opt", 3, (0, 1)))
     assert looked(heartbeat, 13.5, [again], begun=begun, size=size)[0] == busy
     assert looked(heartbeat, 14.5, begun=begun) == [["busy", [], False, begun]]
     assert looked(heartbeat, 15.5) == []
 
 
 def test_the_longest_waits_of_all_threads_are_told_first():
-    waits = [Blocked(str(number), float(number)) for number in range(30, 0, -1)]
+    waits = [BlockedThread(str(number), float(number)) for number in range(30, 0, -1)]
     (_, told, _, _), _ = looked(Heartbeat(StallRules()), 100.0, waits)
     assert [what for what, *_ in told] == [str(number) for number in range(1, 17)]
 
@@ -641,7 +641,7 @@ def test_a_rank_0_that_does_not_answer_is_told_of_and_is_the_end_when_that_is_as
     heartbeat = Heartbeat(StallRules(5.0, 8.0))
     told = []
     for second in range(10):
-        looked(heartbeat, float(second), [Blocked("bucket 0", 0.0)])
+        looked(heartbeat, float(second), [BlockedThread("bucket 0", 0.0)])
         told.append(heartbeat.silence(float(second)))
     assert told == [None] * 5 + [Silence(5.0, is_end=False), None, None, Silence(8.0, True), Silence(9.0, True)]
 
@@ -649,7 +649,7 @@ def test_a_rank_0_that_does_not_answer_is_told_of_and_is_the_end_when_that_is_as
 def test_a_rank_0_that_answers_or_is_not_asked_is_not_silent():
     heartbeat = Heartbeat(StallRules(5.0, 8.0))
     for second in range(20):
-        looked(heartbeat, float(second), [Blocked("bucket 0", 0.0)])
+        looked(heartbeat, float(second), [BlockedThread("bucket 0", 0.0)])
         assert heartbeat.silence(float(second)) is None
         heartbeat.heard()
     for second in range(20, 40):
@@ -659,8 +659,8 @@ def test_a_rank_0_that_answers_or_is_not_asked_is_not_silent():
 
 def test_a_rank_that_was_stopped_itself_does_not_blame_rank_0():
     heartbeat = Heartbeat(StallRules(5.0, 8.0))
-    looked(heartbeat, 0.0, [Blocked("bucket 0", 0.0)])
-    looked(heartbeat, 100.0, [Blocked("bucket 0", 0.0)])
+    looked(heartbeat, 0.0, [BlockedThread("bucket 0", 0.0)])
+    looked(heartbeat, 100.0, [BlockedThread("bucket 0", 0.0)])
     assert heartbeat.silence(100.0) is None
     assert LOOK_S < 3
 
@@ -670,7 +670,7 @@ def test_a_rank_0_that_does_not_answer_is_told_of_also_by_a_rank_that_is_always_
     told = []
     for look in range(40):
         now_s = 4.0 * look
-        looked(heartbeat, now_s, [Blocked("bucket 0", 0.0)])
+        looked(heartbeat, now_s, [BlockedThread("bucket 0", 0.0)])
         told.append(heartbeat.silence(now_s))
     # Of a time in which the rank did not look itself, no more counts than the time between two looks.
     assert [each for each in told if each is not None][:2] == [Silence(5.0, is_end=False), Silence(8.0, is_end=True)]
@@ -679,7 +679,7 @@ def test_a_rank_0_that_does_not_answer_is_told_of_also_by_a_rank_that_is_always_
 def test_the_stall_check_can_be_turned_off():
     heartbeat = Heartbeat(StallRules(None, None))
     for second in range(1000):
-        looked(heartbeat, float(second), [Blocked("bucket 0", 0.0)])
+        looked(heartbeat, float(second), [BlockedThread("bucket 0", 0.0)])
         assert heartbeat.silence(float(second)) is None
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hvdlite.control.messages import AskLine, LivingOptimizers
 from hvdlite.control.negotiation import SETTLING_S, Negotiation
 from hvdlite.control.operation import ALLREDUCE, kind_named
-from hvdlite.control.pending import Ask, Pending
-from hvdlite.control.stall import Blocked, StallRules
+from hvdlite.control.pending import Pending, RankRequest
+from hvdlite.control.stall import BlockedThread, StallRules
 
 CAUSES = ("`if hvd.rank() == 0:`", "different numbers of batches (see hvd.join())")
 
@@ -36,7 +36,7 @@ class Play:
         """Asks for an operation and returns the ticket."""
         ranks = tuple(range(self.size)) if members is None else members
         ticket = next(self._tickets)
-        ask = Ask(ticket, set_id, kind_named(kind), name, f"{kind} of {name!r}", ranks, same, own)
+        ask = RankRequest(ticket, set_id, kind_named(kind), name, f"{kind} of {name!r}", ranks, same, own)
         self.what_of[rank, ticket] = name
         self.negotiation.ask(rank, ask, self.now_s)
         return ticket
@@ -50,7 +50,7 @@ class Play:
     ) -> None:
         """Reports the operation in which the rank has been blocked, or None; ``bucket`` is the number of its bucket."""
         place = None if bucket is None else ("buckets", bucket, tuple(range(self.size)))
-        blocked = [] if what is None else [Blocked(what, since_s, is_operation, place)]
+        blocked = [] if what is None else [BlockedThread(what, since_s, is_operation, place)]
         self.negotiation.busy(rank, blocked, is_stuck=is_stuck, begun={"buckets": bucket or 0})
 
     def after(self, seconds: float) -> list[tuple[int, list]]:
@@ -136,7 +136,7 @@ def test_a_rank_can_be_told_who_has_not_asked_for_what_it_has():
 
 def test_of_many_that_have_not_asked_the_first_are_told_and_how_many_there_are():
     negotiation = Negotiation(("node1",) * 100, StallRules())
-    negotiation.ask(7, Ask(1, 0, ALLREDUCE, "a", "allreduce of 'a'", tuple(range(100)), {}, None), 0.0)
+    negotiation.ask(7, RankRequest(1, 0, ALLREDUCE, "a", "allreduce of 'a'", tuple(range(100)), {}, None), 0.0)
     assert sent(negotiation.missing(7)) == ["alive", [[1, [0, 1, 2, 3, 4, 5, 6, 8], 99]]]
 
 
@@ -220,7 +220,7 @@ def test_of_tensors_that_differ_the_cause_follows_from_whether_calls_have_names(
         for rank in range(2):
             ticket = rank
             what = "allreduce of 'loss'" if named else "allreduce"
-            ask = Ask(ticket, 0, ALLREDUCE, "loss" if named else None, what, (0, 1), {"shape": [rank]}, None)
+            ask = RankRequest(ticket, 0, ALLREDUCE, "loss" if named else None, what, (0, 1), {"shape": [rank]}, None)
             play.negotiation.ask(rank, ask, 0.0)
         _, text = one_error(play.said(), [0, 1])
         assert all(each in text for each in expected), text

@@ -20,7 +20,7 @@ from hvdlite.control.mailbox import Mailbox, mailbox_pair
 from hvdlite.control.messages import CloseRound, Go, GoAsStandIn, OperationRequest, ToRank0
 from hvdlite.control.negotiation import Negotiation
 from hvdlite.control.operation import Kind
-from hvdlite.control.pending import Ask
+from hvdlite.control.pending import RankRequest
 from hvdlite.control.stall import StallRules
 from hvdlite.control.stragglers import StragglerWatch
 from hvdlite.control.voting import Voter
@@ -229,7 +229,7 @@ class TwoRanks:
         return number
 
     def decide(self, number: int) -> list[bool | None]:
-        ask = Ask(1, 0, Kind("barrier"), "x", "x", (0, 1), {}, None)
+        ask = RankRequest(1, 0, Kind("barrier"), "x", "x", (0, 1), {}, None)
         self.coordinator.decide_round(number, ask)
         return [board.outcome(number) for board in self.boards]
 
@@ -435,7 +435,9 @@ def test_in_any_order_of_turns_all_ranks_carry_out_the_same_in_one_order_and_non
                 for ask in asks[1:]:
                     assert voter.hold(lambda ask=ask: mailbox.send(ask))
                 first = asks[0]
-                ask = Ask(first.ticket, 0, Kind("barrier"), first.name, first.what, tuple(range(size)), {}, None)
+                ask = RankRequest(
+                    first.ticket, 0, Kind("barrier"), first.name, first.what, tuple(range(size)), {}, None
+                )
                 if voter.vote(repr((first.kind, first.name)).encode(), ask):
                     done[rank].append(asked.pop(first.ticket))
                 else:

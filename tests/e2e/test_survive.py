@@ -451,7 +451,7 @@ import hvdlite.shm.reductions as reductions
 from hvdlite.shm.control_block import REDUCED
 
 made = lambda: torch.nn.Sequential(torch.nn.Linear(12, 300), torch.nn.Tanh(), torch.nn.Linear(300, 90)).double()
-usual = reductions.AllReduce._sum_where_they_lie
+usual = reductions.SharedAllReduce._sum_where_they_lie
 
 
 class Dies:
@@ -480,7 +480,7 @@ def sum_and_maybe_die(self):
     peers.advance = advance_and_maybe_die
 
 
-reductions.AllReduce._sum_where_they_lie = sum_and_maybe_die
+reductions.SharedAllReduce._sum_where_they_lie = sum_and_maybe_die
 torch.manual_seed(0)
 model = made()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

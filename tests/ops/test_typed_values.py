@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvdlite.ops.typed_values import Decoder, Encoder
+from hvdlite.ops.typed_values import ValueDecoder, ValueEncoder
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -25,9 +25,9 @@ def sent(value: Any) -> tuple[Any, list[str]]:
         tensors.append(tensor)
         return len(tensors) - 1
 
-    encoder = Encoder(refer)
+    encoder = ValueEncoder(refer)
     message = json.dumps(encoder.encode(value, "it"))
-    return Decoder(lambda number: tensors[number], "rank 0", "a test").decode(json.loads(message)), encoder.pickled
+    return ValueDecoder(lambda number: tensors[number], "rank 0", "a test").decode(json.loads(message)), encoder.pickled
 
 
 def bits(value: float) -> bytes:

@@ -19,7 +19,7 @@ from long_run import trials
 from hvdlite.errors import CommunicationError, PeerLostError
 from hvdlite.rendezvous.last_votes import LastVotes
 from hvdlite.runtime import survival as module
-from hvdlite.runtime.survival import Outcome, RankReport, Report, Settlement, Survival, settle
+from hvdlite.runtime.survival import Outcome, RankReport, SelfReport, Settlement, Survival, settle
 
 SIZE, MOST_DEATHS = 3, 2
 REPORTS, REDUCE, VOTE, LEFT, DEAD, DONE = "reports", "reduce", "vote", "left", "dead", "done"
@@ -55,7 +55,7 @@ def group_with(reports=None):
 def told(*, is_new=False, is_in_step=False, passed=(), can_repeat=True, discarded=(), left=(), identity="1.0"):
     """What a rank says in a new world, which is in a step of optimizer 0, if in any; by default of the tested one."""
     number = 0 if is_in_step else None
-    report = Report(is_new, is_in_step, dict(passed), number, can_repeat, frozenset(discarded))
+    report = SelfReport(is_new, is_in_step, dict(passed), number, can_repeat, frozenset(discarded))
     return RankReport(report, tuple(left), identity, sum(report.passed.values()) if is_in_step else 0)
 
 
@@ -387,16 +387,16 @@ def entering(survival, reports, size=2, newcomers=0):
 
 
 def test_the_most_votes_that_a_rank_has_passed_count_for_each_optimizer():
-    reports = [Report(False, True, {0: 3, 1: 2}), Report(False, True, {0: 2, 1: 2, 4: 1})]
+    reports = [SelfReport(False, True, {0: 3, 1: 2}), SelfReport(False, True, {0: 2, 1: 2, 4: 1})]
     assert settle(reports) == Settlement({0: 3, 1: 2, 4: 1}, must_restore=False, all_are_in_step=True)
 
 
 @pytest.mark.parametrize(
     ("reports", "expected"),
     [
-        ([Report(False, True, {}), Report(False, True, {})], True),
-        ([Report(False, True, {}), Report(False, False, {})], False),
-        ([Report(False, True, {}), Report(True, False, {})], False),
+        ([SelfReport(False, True, {}), SelfReport(False, True, {})], True),
+        ([SelfReport(False, True, {}), SelfReport(False, False, {})], False),
+        ([SelfReport(False, True, {}), SelfReport(True, False, {})], False),
     ],
 )
 def test_all_ranks_know_whether_all_of_them_come_from_the_same_step(reports, expected):
@@ -463,13 +463,13 @@ def test_averages_are_used_that_a_rank_had_all_of_whose_program_has_ended_since(
 
 
 def test_a_step_is_discarded_that_a_rank_has_discarded_whose_program_has_ended_since():
-    waits = Report(False, True, {0: 3}, 0)
+    waits = SelfReport(False, True, {0: 3}, 0)
     assert settle([waits], [LastVotes({0: 4}, frozenset({(0, 3)}))]).discarded == {(0, 3)}
     assert settle([waits], [LastVotes({0: 4})]).discarded == set()
 
 
 def test_a_step_is_the_last_one_if_a_program_has_ended_after_it():
-    waits, is_new = Report(False, True, {0: 3}, 0), Report(True, False, {})
+    waits, is_new = SelfReport(False, True, {0: 3}, 0), SelfReport(True, False, {})
     assert settle([waits, is_new], [LastVotes({0: 4})]).is_last
     assert not settle([waits], [LastVotes({0: 3})]).is_last
     assert not settle([waits]).is_last
@@ -490,15 +490,15 @@ def test_a_rank_that_is_removed_from_the_job_leaves_no_votes_since_others_train_
 
 
 def test_a_step_stays_discarded_until_all_ranks_have_come_to_it():
-    behind = Report(False, True, {0: 3}, 0)
-    ahead = Report(False, True, {0: 5}, 0, True, frozenset({(0, 2), (0, 3), (0, 4)}))
+    behind = SelfReport(False, True, {0: 3}, 0)
+    ahead = SelfReport(False, True, {0: 5}, 0, True, frozenset({(0, 2), (0, 3), (0, 4)}))
     assert settle([behind, ahead]).discarded == {(0, 3), (0, 4)}
     # The one behind does not wait for averages of its own step: that is discarded.
     assert settle([behind, ahead._replace(can_repeat=False)]).discarded == {(0, 3), (0, 4), (0, 5)}
 
 
 def test_all_go_back_to_a_commit_where_some_have_given_up_the_step_that_others_wait_for(survival):
-    waits, has_given_up = Report(False, True, {0: 1}), Report(False, False, {0: 1})
+    waits, has_given_up = SelfReport(False, True, {0: 1}), SelfReport(False, False, {0: 1})
     assert settle([waits, has_given_up]).must_restore
     assert not settle([waits, waits]).must_restore
     assert not settle([has_given_up, has_given_up]).must_restore
@@ -511,9 +511,9 @@ def test_all_go_back_to_a_commit_where_some_have_given_up_the_step_that_others_w
 
 
 def test_a_newcomer_makes_nobody_go_back_to_a_commit():
-    newcomer = Report(True, False, {})
+    newcomer = SelfReport(True, False, {})
     for is_in_step in (False, True):
-        assert not settle([newcomer, Report(False, is_in_step, {0: 1}), newcomer]).must_restore
+        assert not settle([newcomer, SelfReport(False, is_in_step, {0: 1}), newcomer]).must_restore
 
 
 def test_a_rank_whose_first_seat_was_in_a_generation_that_never_began_is_still_new(survival):

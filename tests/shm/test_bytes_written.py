@@ -17,7 +17,7 @@ from hvdlite.comm.group import Group
 from hvdlite.comm.reduce_op import Average
 from hvdlite.ops.reduction import Reduction
 from hvdlite.shm.arithmetic import Arithmetic
-from hvdlite.shm.reductions import AllReduce, Blocks
+from hvdlite.shm.reductions import Blocks, SharedAllReduce
 from hvdlite.shm.shm_engine import ShmEngine
 from hvdlite.shm.shm_operation import CHUNK_BYTES, SLOTS_BYTES, ShmOperation
 
@@ -74,7 +74,7 @@ def test_each_byte_goes_through_the_segment_once_and_into_the_result_once(size: 
         context = engine._context
         operation = ShmOperation(context, 1, 0, 0, 0, 0, numel, 0)
         flat = result.view(torch.uint8)
-        collective = AllReduce(
+        collective = SharedAllReduce(
             operation,
             result,
             flat,

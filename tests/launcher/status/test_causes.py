@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hvdlite_launcher.status.causes import find_cause, first_difference
 from hvdlite_launcher.status.rank_facts import Frame, Optimizer, Process, RankFacts, Source, Thread, Wait
-from hvdlite_launcher.status.report_text import Report, verdict
+from hvdlite_launcher.status.report_text import JobReport, verdict
 
 LIBRARIES = ("/lib/",)
 ALL_REDUCE = "the all-reduce of the gradients of weight (bucket 0 of optimizer 1)"
@@ -72,7 +72,7 @@ def test_two_halves_that_wait_in_different_places_have_no_exception_among_them()
     cause = find_cause(facts)
     assert cause.ranks == ()
     assert cause.what(waits(0)) == "the ranks wait in 2 different places: they have taken different ways"
-    report = Report(1, "asked", facts, 0.1)
+    report = JobReport(1, "asked", facts, 0.1)
     assert report.data()["cause"]["ways"] == [[0, 2], [1, 3]]
     _, *lines = report.text().splitlines()
     assert lines[:4] == [
@@ -97,7 +97,7 @@ def test_hosts_that_do_not_reach_each_other_are_the_cause_and_not_a_rank_that_wa
     assert cause.what(two[0]).startswith(
         "a and b do not reach each other: nothing has come over the network between them for 14 s. hvdlite-run reaches"
     )
-    report = Report(1, "asked", two, 0.1)
+    report = JobReport(1, "asked", two, 0.1)
     assert "  cause: a and b do not reach each other: " in report.text()
     assert "  ranks 0-1 wait for others, for 61 s, in the all-reduce" in report.text()
     assert report.data()["cause"]["cut"] == [["a", "b"]]
@@ -136,8 +136,8 @@ def test_ddp_is_seen_to_wait_when_it_begins_and_in_its_backward_passes(inner):
     plain = {"source": Source.SIGNAL, "can_answer": False}
     facts = [rank(0, ("ddp.py", 5, "train"), inner, **plain), rank(1, ("ddp.py", 7, "load"), **plain)]
     assert named(facts) == ([1], [0])
-    assert "  rank 0 waits for others, at ddp.py:5 in train\n" in Report(1, "asked", facts, 0.1).text()
-    assert "since it did not answer" not in Report(1, "asked", facts, 0.1).text()
+    assert "  rank 0 waits for others, at ddp.py:5 in train\n" in JobReport(1, "asked", facts, 0.1).text()
+    assert "since it did not answer" not in JobReport(1, "asked", facts, 0.1).text()
     # As with Accelerate, after hvd.init().
     assert named([rank(0, ("ddp.py", 5, "train"), inner), rank(1, ("ddp.py", 7, "load"))]) == ([1], [0])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdlite_launcher.status.rank_facts import Frame, RankFacts, Source, Thread, Wait
-from hvdlite_launcher.status.report_text import Report
+from hvdlite_launcher.status.report_text import JobReport
 
 LIBRARY = "/lib/torch/wait.py"
 
@@ -25,11 +25,11 @@ def rank(number: int, line: int, *waits: str) -> RankFacts:
 
 
 def lines(*facts: RankFacts) -> list[str]:
-    return Report(1, "asked", facts, 0.1).text().splitlines()
+    return JobReport(1, "asked", facts, 0.1).text().splitlines()
 
 
 def test_ranks_that_wait_are_one_line_and_only_the_cause_has_its_frames():
-    report = Report(1, "asked", [rank(0, 50, "a barrier"), rank(1, 50, "a barrier"), rank(2, 41)], 0.1)
+    report = JobReport(1, "asked", [rank(0, 50, "a barrier"), rank(1, 50, "a barrier"), rank(2, 41)], 0.1)
     assert report.text().splitlines()[1:8] == [
         "  cause: rank 2 (worker 2 on a, pid 102) is at train.py:41 in train",
         "  ranks 0-1 wait for others, for 61 s, in a barrier, at train.py:50 in train",
