@@ -140,8 +140,9 @@ class OwnEngine:
         """Returns the optimizer's number in this world, which it takes now if it has none."""
         if self._opening is None:
             self.take_number()
-        assert self.number is not None, "it has just been taken"
-        return self.number
+        number = self.number
+        assert number is not None, "it has just been taken"
+        return number
 
     def connect(self) -> Group:
         """Returns the ranks with the optimizer's own engine. The first call opens it and compares the models.
@@ -170,8 +171,9 @@ class OwnEngine:
     def connected(self) -> Links:
         """Returns the links to the other ranks. The first call opens them: see `connect`."""
         self.connect()
-        assert self.links is not None, "they have met"
-        return self.links
+        links = self.links
+        assert links is not None, "they have met"
+        return links
 
     # -- closing
 
