@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from hvdlite_wire.addresses import ELSEWHERE, interface_with
 from hypothesis import given
 from hypothesis import strategies as st
 
 import hvdlite as hvd
 from hvdlite.rendezvous import launchers
-from hvdlite.rendezvous.host_address import ELSEWHERE, interface_of, own_address
+from hvdlite.rendezvous.host_address import own_address
 from hvdlite.rendezvous.launchers import MPICH, OPENMPI, SLURM, Launcher, launcher_named
 from hvdlite.rendezvous.local_exchange import ask_local_rank_0, give_to_local_ranks
 from hvdlite.rendezvous.placement import Placement
@@ -185,11 +186,11 @@ def test_ranks_of_a_new_launcher_meet_on_one_host_by_the_id_that_its_entry_names
 
 
 def test_loopback_has_an_interface_and_is_no_address_for_others():
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("192.0.2.250") is None
+    assert interface_with("127.0.0.1") == "lo"
+    assert interface_with("192.0.2.250") is None
     assert own_address(["127.0.0.1", "::1"]) is None
     own = own_address(ELSEWHERE)
-    assert own is None or interface_of(own) not in {None, "lo"}
+    assert own is None or interface_with(own) not in {None, "lo"}
 
 
 @given(st.integers(0, 10**8), st.integers(0, 10**4))
