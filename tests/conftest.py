@@ -14,9 +14,9 @@ from typing import Any
 
 import copied_ranks
 import hypothesis
-import night_cases
 import pytest
 import second_try
+import some_cases
 import stress
 
 # Turns off PyTorch's flight recorder. In 2.11 it notes every collective in a map without a lock, which is unsafe here,
@@ -30,6 +30,7 @@ ONE_AFTER_THE_OTHER = {
     "tests/compression/test_codec_kernels.py",  # each process compiles the kernels that its tests run
     "tests/compression/test_kernels.py",
     "tests/e2e/test_faults.py",  # each test runs several jobs at once, and all must be gone within seconds
+    "tests/e2e/test_whole_jobs.py",  # one process starts the server of ranks
     "tests/e2e/test_other_launchers.py",  # it starts Slurm's daemons and their network once
     "tests/integrations/test_lightning.py",  # as the next
     "tests/migration/test_calls.py",  # its tests read the results of the same jobs
@@ -48,7 +49,7 @@ def _leave_no_world_behind() -> Iterator[None]:
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     """Registers the plugins that are modules of tests/helpers."""
-    for plugin in (copied_ranks, night_cases, second_try, stress):
+    for plugin in (copied_ranks, some_cases, second_try, stress):
         pluginmanager.register(plugin)
 
 

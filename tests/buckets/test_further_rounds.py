@@ -154,6 +154,7 @@ def trained(
     return found
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize("take", PROGRAMS)
 @pytest.mark.parametrize("cap", [1e-6, 16], ids=["a bucket each", "one bucket"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen at first"])
@@ -193,6 +194,7 @@ def test_so_they_are_however_gradients_are_sent(take, options):
         require_equal(each, expected)
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize(
     ("compression", "cap"),
     [(hvd.Compression.int8, 1e-6), (hvd.Compression.topk(1.0), 16), (hvd.Compression.powersgd(2), 16)],

@@ -58,6 +58,7 @@ def test_sparse_gradients_go_round_it(name, size):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, other, strict=True))
 
 
+@pytest.mark.slow(but=2)
 @each_form
 @pytest.mark.parametrize("place", ["2 hosts", "2 hosts of 2", "3 hosts of 2"])
 def test_what_was_kept_is_sent_once_after_a_neighbour_in_the_bucket_has_become_sparse(name, place):
@@ -134,6 +135,7 @@ def kept_of(optimizer: hvd.DistributedOptimizer) -> Tensor:
     return total.view(40, 30)
 
 
+@pytest.mark.slow(but=2)
 @each_form
 @pytest.mark.parametrize("sizes", [[2, 3], [3, 2], [2, 1, 2]])
 def test_other_ranks_in_a_new_world_go_on_with_what_those_that_stay_have_kept(name, sizes):

@@ -114,6 +114,7 @@ def test_every_rank_gets_the_bits_that_the_scheme_has_in_one_process(place, name
             assert torch.equal(mine, theirs)
 
 
+@pytest.mark.slow(but=3)
 @both
 @pytest.mark.parametrize(
     ("place", "options"),
@@ -147,6 +148,7 @@ def test_many_buckets_train_to_the_same_bits_on_all_ranks_close_to_uncompressed(
     assert torch.allclose(first, plain, atol={"int8": 3e-3, "int4": 5e-2}[name])
 
 
+@pytest.mark.slow(but=4)
 @everywhere
 @pytest.mark.parametrize(
     "form", [*CODECS.values(), hvd.Compression.topk(1.0), hvd.Compression.powersgd(start_step=1, min_ratio=1.0)]
@@ -468,6 +470,7 @@ def test_what_a_host_keeps_stays_in_its_own_blocks_with_infinities_and_other_hos
     on("2 hosts", rank)
 
 
+@pytest.mark.slow(but=3)
 @each_form
 @everywhere
 def test_after_a_step_with_infinities_the_next_is_finite_again(place, name):

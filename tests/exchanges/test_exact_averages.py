@@ -155,6 +155,7 @@ def test_so_it_is_of_sparse_gradients_and_of_a_step_on_arrival(size, engine):
     run_ranks(size, rank, engine=engine)
 
 
+@pytest.mark.slow(but=1)
 @engines
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_averages_are_quotients_of_sums_in_rank_order_where_the_engine_keeps_that_order(size, engine):

@@ -67,6 +67,7 @@ def growing() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("place", "unscales", "name"), [*[("2 hosts", False, name) for name in FORMS], ("3 hosts of 2", True, "int4")]
 )
@@ -187,6 +188,7 @@ class Weighted(Run):
         self.optimizer.step()
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(("place", "name"), [*[("2 hosts", name) for name in FORMS], ("3 hosts of 2", "int4")])
 @pytest.mark.parametrize("samples", [2, 1 << 15])
 def test_training_whose_losses_are_weighted_alike_has_the_bits_of_training_without_weights(place, name, samples):

@@ -73,6 +73,7 @@ class Job:
         return total.view(shape)
 
 
+@pytest.mark.slow(but=2)
 @everywhere
 @pytest.mark.parametrize("cap", [None, 0.001])
 def test_all_ranks_get_equal_bits_and_what_was_not_sent_is_kept(place, cap):
@@ -155,6 +156,7 @@ def test_ten_steps_a_checkpoint_and_ten_more_equal_twenty(place):
     on(place, rank)
 
 
+@pytest.mark.slow(but=1)
 @everywhere
 def test_a_consolidated_state_goes_on_at_any_number_of_ranks(place):
     saved: list[Any] = []
@@ -192,6 +194,7 @@ def test_a_consolidated_state_goes_on_at_any_number_of_ranks(place):
         assert torch.allclose(total, expected, atol=1e-4)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @everywhere
 def test_what_is_not_finite_reaches_every_rank_and_leaves_no_trace(place, bad):
@@ -267,6 +270,7 @@ def outer_product(host: str) -> Tensor:
     return torch.outer(torch.linspace(1, 2, 40), torch.linspace(-1, 1, 30)) * (ord(host) - ord("a") + 1)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("is_consolidated", [False, True])
 @pytest.mark.parametrize("place", ["2 hosts", "3 hosts", "3 hosts of 2"])
 def test_averages_are_exact_where_hosts_use_a_matrix_by_turns(place, is_consolidated):

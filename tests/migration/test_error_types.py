@@ -166,6 +166,7 @@ def removed() -> hvd.ProcessSet:
     return process_set
 
 
+@pytest.mark.slow(but=12)
 @pytest.mark.parametrize(("call", "kind"), BAD)
 def test_an_error_is_of_horovods_type(call, kind):
     for outcome in attempt_worlds(2, call):

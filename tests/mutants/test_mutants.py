@@ -1,4 +1,4 @@
-"""The list of faults fits the code, and fast tests find each of them."""
+"""The list of faults fits the code, and tests find each of them."""
 
 from __future__ import annotations
 

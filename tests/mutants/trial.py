@@ -32,7 +32,7 @@ class TrialError(Exception):
 class Mutant:
     """A fault in one line: in ``file``, ``new`` stands for ``old``, which is there once.
 
-    ``name`` says what is wrong, and ``tests`` are the ids of fast tests that must fail by it.
+    ``name`` says what is wrong, and ``tests`` are the ids of tests that must fail by it.
     """
 
     name: str
@@ -79,11 +79,12 @@ def _copy(tree: Path) -> None:
     for name in ("pyproject.toml", "README.md"):
         shutil.copy2(ROOT / name, tree / name)
     (tree / "hvdlite_launcher").symlink_to("launcher")
+    (tree / "hvdlite_wire").symlink_to("launcher/hvdlite_wire")
 
 
 def _run(tree: Path, tests: Sequence[str]) -> Verdict:
     # The directory comes first on the path of `python -m pytest`, and by the variable on that of processes it starts.
-    options = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "mutants.inside", "-m", "not slow")
+    options = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "mutants.inside", "-m", "not night")
     command = [sys.executable, "-m", "pytest", *options, f"--timeout={_TEST_LIMIT_S}", *tests]
     process = subprocess.Popen(
         command,

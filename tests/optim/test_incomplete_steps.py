@@ -63,6 +63,7 @@ def scaler_steps(optimizer: Any, scaler: Any, param: nn.Parameter, recipe: str) 
     scaler.update()
 
 
+@pytest.mark.slow(but=10)
 @pytest.mark.parametrize("recipe", ["plain", "clipped", "as for Horovod"])
 @pytest.mark.parametrize("drops", [True, False], ids=["", "without zero_grad"])
 @pytest.mark.parametrize("first", STEPS)
@@ -126,6 +127,7 @@ COMPRESSIONS = {
 }
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("uses", ["all", "the last"])
 @pytest.mark.parametrize("drops", ["by zero_grad", "by a new pass"])

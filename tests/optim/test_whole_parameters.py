@@ -74,6 +74,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_they_stay_what_they_are_and_the_others_are_trained(option, size):

@@ -34,6 +34,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tens
     take_steps(optimizer, lambda step: part_loss(model, x[step, 0], y[step, 0], hvd.rank(), hvd.size()), range(len(x)))
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("engine", ["gloo", "shared memory"])
 @pytest.mark.parametrize("options", [{}, {"step_on_arrival": True}, {"groups": 2}], ids=str)
 @pytest.mark.parametrize("kind", [Plain, Branches])

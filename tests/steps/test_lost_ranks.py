@@ -128,6 +128,7 @@ def require(left, expected):
         torch.testing.assert_close(got, right, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("point", POINTS)
 def test_where_gradients_can_be_averaged_again_the_others_finish_the_step(monkeypatch, point, rank):
@@ -137,6 +138,7 @@ def test_where_gradients_can_be_averaged_again_the_others_finish_the_step(monkey
     require(left, by_one_process([range(3)] * (3 + POINTS[point]) + [others] * (3 - POINTS[point])))
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("point", POINTS)
 def test_where_they_cannot_all_others_discard_the_step(monkeypatch, caplog, point, rank):
@@ -167,6 +169,7 @@ FORMS = [
 
 
 # With two passes the first point is in the pass in `no_sync`.
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("point", ["begin", "vote"])
 @pytest.mark.parametrize(("take_step", "arguments"), FORMS)
 def test_a_step_of_any_form_is_finished_with_the_gradients_of_those_that_are_left(
@@ -210,6 +213,7 @@ def test_gradients_that_are_summed_are_those_of_the_ranks_that_are_left(monkeypa
     require(left, by_one_process([range(3)] * 2 + [(0, 2)] * 4, averages=False))
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(("take_step", "arguments"), FORMS)
 def test_a_step_of_any_form_is_discarded_as_a_whole(monkeypatch, take_step, arguments):
     left = run_survivors(
@@ -261,6 +265,7 @@ def test_the_gradients_of_a_discarded_step_are_zeros_and_the_norm_is_that_of_the
     assert first == second != third
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("cannot_repeat", [None, CANNOT_REPEAT])
 @pytest.mark.parametrize("point", ["synchronize", "vote", "voted"])
 def test_gradients_that_are_on_their_way_while_another_optimizer_goes_on_are_averaged_again_or_discarded_too(
@@ -299,6 +304,7 @@ def by_one_process_with_weights(ranks_of_steps):
     return [param.detach() for param in model.parameters()]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("is_early", [False, True], ids=["each before its backward pass", "both before"])
 @pytest.mark.parametrize(
     ("deaths", "unheard", "of_first", "of_second"),
@@ -381,6 +387,7 @@ def gan_by_one_process(ranks_of_discriminator, ranks_of_generator):
     return [param.detach() for model in models for param in model.parameters()]
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("drops", ["the optimizer", "the module", "nobody"])
 @pytest.mark.parametrize(
     ("death", "unheard", "is_averaged"),
