@@ -45,7 +45,7 @@ def start(**changes):  # as `StartJob` is encoded
         "slots": 2,
         "workers": {},
     }
-    return frame(16, json.dumps({**job, **changes}).encode())
+    return frame(16, json.dumps([*{**job, **changes}.values()]).encode())
 
 
 ODD = {
@@ -55,8 +55,8 @@ ODD = {
     "of a worker": encode(Started(0, 1)),
     "an answer that nobody asked for, too early": encode(Answer(1, 0, b"")),
     "nested": frame(16, b"[" * 1_000_000),
-    "a signal of another world": GREET + frame(17, b'{"numbers": [0], "signum": 1e999}'),
-    "a huge signal": GREET + frame(17, b'{"numbers": [0], "signum": %d}' % 10**400),
+    "a signal of another world": GREET + frame(17, b"[[0], 1e999]"),
+    "a huge signal": GREET + frame(17, b"[[0], %d]" % 10**400),
     "hello twice": GREET * 2,
     "a job before hello": start(),
     "two jobs": GREET + start() * 2,
