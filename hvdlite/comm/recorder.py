@@ -15,17 +15,18 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import IO, Any, NamedTuple
+from queue import SimpleQueue
+from typing import IO, Any, NamedTuple, Protocol
 
 from .. import forks
 from ..log import log
-from .gpu_clock import GpuClock
 
 MOST_EVENTS = 1_000_000
 # The longest that events of no step wait to be written.
 _FLUSH_S = 0.5
+_SETTLE_S = 5.0
 
 
 class Row(NamedTuple):
@@ -37,6 +38,52 @@ class Row(NamedTuple):
 
 # The controller's thread runs these operations, which all ranks start by name.
 OPERATIONS = Row(0, "operations")
+
+
+class Point(Protocol):
+    """A `torch.cuda.Event` that has been recorded, with ``blocking=True`` so that waiting uses no CPU."""
+
+    def synchronize(self) -> object: ...
+
+
+class GpuClock:
+    """Reads the host's clock when a GPU reaches points of its stream, in the order of the calls to `see`.
+
+    A thread waits for each CUDA event, so there is no polling, and no conversion between clocks. The times are exact
+    to the few microseconds that it takes to wake a thread.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def see(self, began: Point, ended: Point, then: Callable[[int, int], object]) -> None:
+        """Call ``then`` with the times (ns) at which the GPU reached both points; returns at once.
+
+        The clock's thread makes the call, once the GPU has reached them.
+        """
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="hvdlite-gpu-watch", daemon=True)
+                self._thread.start()
+        self._jobs.put(lambda: then(_reached_ns(began), _reached_ns(ended)))
+
+    def settle(self) -> None:
+        """Wait, for at most a few seconds, until ``then`` has been called for all points passed to `see` so far."""
+        if self._thread is not None:
+            settled = threading.Event()
+            self._jobs.put(settled.set)
+            settled.wait(_SETTLE_S)
+
+    def _run(self) -> None:
+        while True:
+            self._jobs.get()()
+
+
+def _reached_ns(point: Point) -> int:
+    point.synchronize()
+    return time.monotonic_ns()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,12 @@ from __future__ import annotations
 import builtins
 import json
 import os
+import random
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import torch
 
 from ..comm.group import Group
 from ..control.operation import LOAD_CHECKPOINT, Execution, Operation
@@ -29,7 +33,6 @@ from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
 from . import checkpoint_file
 from .optimizer_state import SentTensors, resolver, room_for
-from .random_states import random_states, restore
 
 _SAVE = "save_checkpoint"
 _OWN, _SIZE = "hvdlite", "size"
@@ -66,7 +69,7 @@ def save_checkpoint(
     for value in named.values():
         if (consolidate := getattr(value, "consolidate_state_dict", None)) is not None:
             consolidate(to=group.ranks[0])
-    randoms = allgather_object(random_states(), name=f"{_SAVE}: random states", process_set=process_set)
+    randoms = allgather_object(_random_states(), name=f"{_SAVE}: random states", process_set=process_set)
     error: Exception | None = None
     if group.rank == 0:
         try:
@@ -126,7 +129,7 @@ def load_checkpoint(
         if words is not None:
             raise MismatchError(f"load_checkpoint: {path} does not fit on {group.describe_rank(rank)}: {words}")
     if size == group.size:
-        restore(own["random"][group.rank])
+        _restore(own["random"][group.rank])
     return {**saved, _SIZE: size}
 
 
@@ -225,6 +228,41 @@ def _concerned(states: Mapping[str, Any]) -> Iterator[str]:
         found = [f"{key} {state[key]}" for key in _OF_SCHEDULES if key in state] if groups is None else []
         if found:
             yield f"{name}: {', '.join(found)}"
+
+
+def _random_states() -> dict[str, Any]:
+    """Returns the states of this process's generators, as ``torch.load(weights_only=True)`` accepts them.
+
+    Those of PyTorch on the CPU and on the current GPU, of NumPy if the program uses it, and of Python's `random`.
+    """
+    version, numbers, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), gauss],
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
+        states["cuda"] = torch.cuda.get_rng_state()
+    if (numpy := _numpy_random()) is not None:
+        kind, keys, *rest = numpy.get_state()
+        states["numpy"] = [kind, torch.tensor(keys.tolist(), dtype=torch.int64, device="cpu"), *rest]
+    return states
+
+
+def _restore(states: Mapping[str, Any]) -> None:
+    """Sets this process's generators to what `_random_states` returned, as far as it has them."""
+    torch.set_rng_state(states["torch"])
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states and (numpy := _numpy_random()) is not None:
+        kind, keys, *rest = states["numpy"]
+        numpy.set_state((kind, keys.tolist(), *rest))
+
+
+def _numpy_random() -> Any:
+    # Not imported for this: a program without it has no such numbers.
+    return sys.modules.get("numpy.random")
 
 
 keep_outside_graphs(globals())

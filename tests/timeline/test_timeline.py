@@ -21,9 +21,8 @@ from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
 from hvdlite.comm import recorder
-from hvdlite.comm.gpu_clock import GpuClock
 from hvdlite.comm.group import Group
-from hvdlite.comm.recorder import Recorder, Recording, Row
+from hvdlite.comm.recorder import GpuClock, Recorder, Recording, Row
 from hvdlite.control.handle import Handle
 from hvdlite.control.operation import ALLREDUCE, Operation
 from hvdlite.runtime.world import current_world
