@@ -29,6 +29,7 @@ from torch import Tensor
 from .. import forks
 from ..comm import deferred_close
 from ..comm.group import Group
+from ..comm.reduce_op import Sum
 from ..errors import GradientError, NotInitializedError
 from ..exchanges.exchange_state import ExchangeState
 from ..faults import point
@@ -307,13 +308,20 @@ class Reducer(GradientListener):
     def settle(self, action: str, way_out: str) -> None:
         """Does as `require_nothing_pending` for an action that leaves gradients where they are.
 
-        Every rank must call it, and waits for all. All average surplus gradients, and may then add to the averages.
-        Raises GradientError on all ranks if one has others pending.
+        Every rank must call it, and waits for all. All average surplus gradients, also with ``op=Sum``, and may then
+        add to the averages: the next step combines them once more. Raises GradientError on all ranks if one has others
+        pending.
         """
         self.follow_world()
         agreed = self.surplus.agreed(self.engine.ranks, action, way_out)
         if agreed is PendingKind.SURPLUS:
             self.synchronize()
+            plan = self.step.plan
+            if self.settings.op is Sum:
+                # The sum of these over all ranks, in the next step, is the sum that they are now.
+                for state in plan.layout.states.values():
+                    if state.param.grad is not None:
+                        state.param.grad.div_(plan.ranks.size)
             # Some ranks may run another pass before the step, and others not: all come to it alike.
             self.state.forget_averages()
             return

@@ -323,10 +323,12 @@ def test_a_parameter_that_comes_back_within_a_step_has_its_residual():
     run_worlds(2, rank)
 
 
-def surplus(group: Group, having: list[int], *, steps: int) -> tuple[list[nn.Parameter], hvd.DistributedOptimizer]:
+def surplus(
+    group: Group, having: list[int], *, steps: int, **options: Any
+) -> tuple[list[nn.Parameter], hvd.DistributedOptimizer]:
     """Returns two parameters and their optimizer, with gradients that another optimizer's pass left on some ranks."""
     other, params = new(1), [new(1), new(1)]
-    of_other, optimizer = (wrap(group, torch.optim.SGD(each, lr=1.0)) for each in ([other], params))
+    of_other, optimizer = (wrap(group, torch.optim.SGD(each, lr=1.0), **options) for each in ([other], params))
     for step in range(steps):
         optimizer.zero_grad()
         of_other.zero_grad()
@@ -363,19 +365,23 @@ def test_gradients_that_another_optimizers_pass_has_left_stay_and_are_averaged_o
 
 
 @actions
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize("passes", [0, 1])
 @pytest.mark.parametrize("end", ["step", "synchronize and step"])
-def test_a_pass_on_some_ranks_only_may_add_to_those_averages(action, end):
+def test_a_pass_on_some_ranks_only_may_add_to_those_averages(action, end, passes, op):
     def rank(group: Group) -> list[Any]:
-        params, optimizer = surplus(group, [0, 1, 2], steps=2)
+        params, optimizer = surplus(group, [0, 1, 2], steps=2, op=op)
         take(action, optimizer)
-        if group.rank == 1:
+        if passes and group.rank == 1:
             (3.0 * params[0].sum()).backward()
         if end != "step":
             optimizer.synchronize()
         optimizer.step()
         return [param.grad.item() for param in params]
 
-    assert run_ranks(3, rank) == [[pytest.approx(3.0), pytest.approx(2.0)]] * 3
+    # The ranks' gradients were 1, 2 and 3 before, and 3 are added on one of them.
+    parts = 3 if op is hvd.Average else 1
+    assert run_ranks(3, rank) == [[pytest.approx((6.0 + 3.0 * passes) / parts), pytest.approx(6.0 / parts)]] * 3
 
 
 @actions
