@@ -400,6 +400,8 @@ class AveragingOptimizer(HorovodsAttributes):
         """
         self._reducer.engine.require_own("optimizer.consolidate_state_dict()")
         reducer = self._reducer
+        # As in `add_param_group`.
+        self._follow_groups()
         reducer.settle("optimizer.consolidate_state_dict() was called", "call step() first")
         group, links = reducer.connect(), reducer.engine.connected()
         named = whole_number(to)
@@ -438,6 +440,8 @@ class AveragingOptimizer(HorovodsAttributes):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Works like PyTorch's, and averages the group's gradients too. Every rank must call it; it waits for all."""
         self._reducer.engine.require_own("optimizer.add_param_group()")
+        # Before surplus gradients are averaged: a rank that has some is within a step already, and others begin one.
+        self._follow_groups()
         self._reducer.settle("add_param_group() was called", "call step() first")
         self._optimizer.add_param_group(param_group)
         try:

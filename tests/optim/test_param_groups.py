@@ -386,6 +386,21 @@ def test_a_pass_on_some_ranks_only_may_add_to_those_averages(action, end, passes
 
 @actions
 @pytest.mark.parametrize("having", [[0, 1], [1]])
+def test_a_parameter_that_was_put_into_the_groups_before_is_averaged_from_then_on_too(action, having):
+    def rank(group: Group) -> list[Any]:
+        params, optimizer = surplus(group, having, steps=1)
+        optimizer.param_groups[0]["params"].append(late := new(1))
+        take(action, optimizer)
+        ((group.rank + 1.0) * late.sum()).backward()
+        optimizer.step()
+        return [param.grad.item() for param in [*params, late]]
+
+    average = sum(each + 1.0 for each in having) / 2
+    assert run_ranks(2, rank) == [[pytest.approx(average)] * 2 + [1.5]] * 2
+
+
+@actions
+@pytest.mark.parametrize("having", [[0, 1], [1]])
 def test_those_that_the_program_has_dropped_before_are_not_averaged(action, having):
     def rank(group: Group) -> list[Any]:
         params, optimizer = surplus(group, having, steps=2)
