@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import re
 import functools
+import re
 from collections import Counter
 
 import pytest
