@@ -10,9 +10,9 @@ gradient is not exchanged. Deltas are dense even if gradients are sparse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,15 +22,14 @@ from ..buckets.flags import ParticipantCount, RankAndSize
 from ..buckets.gradient_state import GradientState
 from ..buckets.plan import BucketPlan, Description
 from ..comm.flat_bytes import flat_of, pieces_of
-from ..comm.group import Group
 from .gradient_plan import GradientPlan
 from .kept_gradients import KeptGradients
-from .step import Arrived, refuse_state
+from .step import Arrived, StatelessStep
 from .step_state import StepState, too_many_passes
 from .step_world import Added, CarriedOver, StepWorld
 
 
-class AdasumStep:
+class AdasumStep(StatelessStep):
     """Steps in which each rank uses its own gradients.
 
     If parameters are equal on all ranks before the first step, they stay equal.
@@ -58,11 +57,6 @@ class AdasumStep:
         self._buckets = _deltas_of(plans, {name: p for added in self.plan.added for name, p in added.params.items()})
 
     # -- the engine
-
-    @property
-    def open_links(self) -> Callable[[Group], Links]:
-        """Opens the links that the exchange asks for."""
-        return self.plan.exchange.open_links
 
     def opened(self, cap_bytes: int | None) -> None:
         """Does nothing: deltas have memory of their own, and their cap is not tuned."""
@@ -95,11 +89,6 @@ class AdasumStep:
 
     def leave_world(self) -> None:
         """Does nothing: passes are counted on in a new world."""
-
-    @property
-    def is_replaced(self) -> bool:
-        """Nothing of a step has been sent before another optimizer goes on in a new world."""
-        return False
 
     # -- around the optimizer's own step
 
@@ -174,31 +163,6 @@ class AdasumStep:
             links = self._world.engine.connected()
             links.all.all_reduce(counts, f"an {self.plan.exchange.word} step of {self._world.trace.optimizer}").wait()
         return [int(count) for count in counts.tolist()]
-
-    def why_no_join(self) -> str:
-        """Any rank may join."""
-        return ""
-
-    # -- what outlives it
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """A context that does nothing: all ranks have equal parameters."""
-        return nullcontext()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns nothing: the optimizer's own state is each rank's."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for a state of outer steps."""
-        refuse_state(self._world, state)
-
-    def consolidate(self, *, keeps: bool) -> None:
-        """Does nothing: there is no state beside that of the exchange."""
-
-    def carried_over(self, *, goes_on: bool) -> CarriedOver:
-        """Returns the parameters."""
-        return CarriedOver(tuple(self.plan.added), self.plan.weights.state if goes_on else None)
 
 
 class _CountedHome:

@@ -8,30 +8,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from ..buckets.bucket import Bucket
-from ..buckets.exchange import Exchange, Links
+from ..buckets.exchange import Exchange
 from ..buckets.flags import RankAndSize
 from ..buckets.gradient_state import GradientState
 from ..buckets.plan import Description
 from ..buckets.unbucketed_gradients import InPlaceHome
-from ..comm.group import Group
 from ..errors import GradientError, MismatchError
 from ..faults import point
 from ..ops.failures import raise_together
 from .gradient_plan import GradientPlan
 from .kept_gradients import KeptGradients
-from .step import Arrived, refuse_state
+from .step import Arrived, StatelessStep
 from .step_state import StepPhase
 from .step_world import Added, CarriedOver, StepWorld
 
 
-class AveragedStep:
+class AveragedStep(StatelessStep):
     """Steps of an optimizer that uses the averages of all ranks' gradients."""
 
     steps_first: ClassVar[bool] = False
@@ -71,11 +70,6 @@ class AveragedStep:
         self.plan.drop(names)
 
     # -- the engine
-
-    @property
-    def open_links(self) -> Callable[[Group], Links]:
-        """Opens the links that the exchange asks for."""
-        return self.plan.exchange.open_links
 
     def opened(self, cap_bytes: int | None) -> None:
         """Plans the buckets for good; in the middle of a step, at its end."""
@@ -225,11 +219,6 @@ class AveragedStep:
         """Gives up the step, since its world has been shut down."""
         self.leave()
 
-    @property
-    def is_replaced(self) -> bool:
-        """No optimizer goes on in a new world with the steps of the old one."""
-        return False
-
     # -- a step whose averages all ranks drop
 
     def drop(self) -> None:
@@ -319,29 +308,3 @@ class AveragedStep:
             self.leave()
         self.plan.layout.drop_gradients()
         return active > 0
-
-    def why_no_join(self) -> str:
-        """Any rank may join."""
-        return ""
-
-    # -- what outlives it
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """A context that does nothing: all ranks have equal parameters."""
-        return nullcontext()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns nothing beside the state of the exchange."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for a state of outer steps."""
-        refuse_state(self._world, state)
-
-    def consolidate(self, *, keeps: bool) -> None:
-        """Does nothing: there is no state beside that of the exchange."""
-
-    def carried_over(self, *, goes_on: bool) -> CarriedOver:
-        """Returns the parameters, and the weights of a step that goes on."""
-        # Losses may be weighted already, and other ranks may be a step further in the old world.
-        return CarriedOver(tuple(self.plan.added), self.plan.weights.state if goes_on else None)

@@ -13,7 +13,7 @@ The `Reducer` has one, which `step_choice` makes for the settings and the ranks 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -142,11 +142,48 @@ class Owner(Protocol):
         """Makes a step for the world that there is now, if the old one has been shut down."""
 
 
-def refuse_state(world: StepWorld, state: Mapping[str, Any]) -> None:
-    """Raises ValueError for a state of outer steps where there are none, unless hosts have been lost since."""
-    if state and world.worlds == 0:
-        reason = "all ranks are on one host" if world.settings.outer is not None else "the optimizer has no outer="
-        raise ValueError(
-            f"the checkpoint has the state of outer={state['outer']}, and {reason}: make the optimizer as it was, "
-            "or delete the key 'outer' of state_dict()['hvdlite'] on every rank"
-        )
+class StatelessStep:
+    """What kinds of step have in common that keep nothing between steps but the state of their exchange."""
+
+    plan: GradientPlan
+    _world: StepWorld
+
+    @property
+    def open_links(self) -> Callable[[Group], Links]:
+        """Opens the links that the exchange asks for."""
+        return self.plan.exchange.open_links
+
+    @property
+    def is_replaced(self) -> bool:
+        """No optimizer goes on in a new world with the steps of the old one."""
+        return False
+
+    def why_no_join(self) -> str:
+        """Any rank may join."""
+        return ""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """A context that does nothing: all ranks have equal parameters."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns nothing beside the state of the exchange."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for a state of outer steps, unless hosts have been lost since the first world."""
+        if state and self._world.worlds == 0:
+            has_outer = self._world.settings.outer is not None
+            reason = "all ranks are on one host" if has_outer else "the optimizer has no outer="
+            raise ValueError(
+                f"the checkpoint has the state of outer={state['outer']}, and {reason}: make the optimizer as it was, "
+                "or delete the key 'outer' of state_dict()['hvdlite'] on every rank"
+            )
+
+    def consolidate(self, *, keeps: bool) -> None:
+        """Does nothing: there is no state beside that of the exchange."""
+
+    def carried_over(self, *, goes_on: bool) -> CarriedOver:
+        """Returns the parameters, and the weights of a step that goes on."""
+        # Losses may be weighted already, and other ranks may be a step further in the old world.
+        return CarriedOver(tuple(self.plan.added), self.plan.weights.state if goes_on else None)

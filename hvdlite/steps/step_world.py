@@ -32,7 +32,7 @@ Buffers = Iterable[tuple[BucketPlan, Tensor]]
 
 
 class OptimizerEngine(Protocol):
-    """The optimizer's own engine, as a step uses it. `optim.communicator` has it."""
+    """The optimizer's own engine, as a step uses it. It is `optim.own_engine.OwnEngine`."""
 
     @property
     def links(self) -> Links | None:

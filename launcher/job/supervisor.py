@@ -1,6 +1,6 @@
 """Runs one job's event loop until no worker is left: dispatches events, and keeps time.
 
-    events ──► Supervisor.run ──► signals to workers, text to the screen, an JobOutcome
+    events ──► Supervisor.run ──► signals to workers, text to the screen, a JobOutcome
 
 `launch` creates and runs it. A job has ended when all its workers have. A `Judgement` decides what the end of a worker
 or a lost host means: `first_failure` in a job whose ranks stay the same, `elastic_job` in one that goes on with others.

@@ -1,6 +1,6 @@
 """Ends the workers of a job: signals, the grace period, SIGKILL, and what a signal to the launcher does.
 
-    a judgement, or a signal to the launcher ──► Ending ──► signals to workers, an JobOutcome
+    a judgement, or a signal to the launcher ──► Ending ──► signals to workers, a JobOutcome
 
 `supervisor` calls it when its alarm is due. Workers that are to end get a signal, and SIGKILL after a grace period. It
 is longer if the launcher was signalled, since workers may have to write a checkpoint. The first cause determines

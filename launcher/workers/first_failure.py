@@ -1,6 +1,6 @@
 """Finds the worker that failed first, in a job whose ranks stay the same, and ends the job.
 
-    ends of workers, lost hosts, calls of hvd.init() ──► FirstFailure ──► Ending, with an JobOutcome
+    ends of workers, lost hosts, calls of hvd.init() ──► FirstFailure ──► Ending, with a JobOutcome
 
 `supervisor` calls it. A worker that reports that it only lost a peer is not the cause if that peer fails within a
 while. A worker that failed and wrote nothing is named together with another that failed with it and said why.
