@@ -10,7 +10,7 @@ from .buckets.outer import DiLoCo as DiLoCo, LocalSGD as LocalSGD
 from .comm.reduce_op import ReduceOp as ReduceOp
 from .compression.casts import Compression as Compression, Compressor as Compressor
 from .compression.codecs import Codec as Codec
-from .control.handle import Handle as Handle
+from .calls.handle import Handle as Handle
 from .errors import (
     CommunicationError as CommunicationError,
     GradientError as GradientError,

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from .calls.handle import Handle
 from .comm.reduce_op import Max
-from .control.handle import Handle
 from .log import log
 from .ops.api import allreduce_async, barrier
 from .outside_graphs import keep_outside_graphs

@@ -52,7 +52,7 @@ MANY_ARGUMENTS = {
     "Supervisor": 10,
     "SyncBatchNorm": 9,
 }
-MANY_MODULES = {"hvdlite/control": 33, "hvdlite/rendezvous": 19}
+MANY_MODULES = {"hvdlite/rendezvous": 19}
 # `hvd.Compression` and `horovod.torch.Compression`, and the executors of both packages.
 TWICE = {"Compression": 2, "RayExecutor": 2}
 

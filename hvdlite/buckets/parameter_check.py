@@ -16,11 +16,11 @@ from collections.abc import Container, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..calls.mismatch import name_ranks
 from ..comm.flat_bytes import as_bytes
 from ..comm.group import Group
 from ..comm.reduce_op import Max
 from ..comm.work import Work
-from ..control.mismatch import name_ranks
 from ..environment import CheckParameters
 from ..errors import MismatchError
 from ..log import log

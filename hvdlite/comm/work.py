@@ -1,7 +1,7 @@
 """
 `Work`, a collective in progress, and `CollectiveWatch`, which records the collectives that this rank has begun.
 
-`group` makes each `Work`; `control.generation` has the world's one watch. The controller (`control`) reads the watch to
+`group` makes each `Work`; `calls.generation` has the world's one watch. The controller (`control`) reads the watch to
 report what this rank waits for, and writes to it which rank has ended first.
 """
 

@@ -22,22 +22,22 @@ from typing import Any
 
 from hvdlite_wire.addresses import LOOPBACK
 
+from ..calls.controller import Controller
+from ..calls.generation import Generation
+from ..calls.handshake import CHALLENGE_BYTES, HandshakeClient
+from ..calls.mailbox import DOWN, UP, Mailbox, mailbox_pair
+from ..calls.messages import FromRank0, ToRank0, Welcome
+from ..calls.stragglers import StragglerWatch
 from ..comm.gloo import InitTimeout
 from ..comm.group import Group
+from ..coordinator.coordinator import Coordinator
+from ..coordinator.negotiation import Negotiation
+from ..coordinator.stall import StallRules
 from ..environment import Environment, launcher_variable
 from ..errors import CommunicationError
 from ..rendezvous.host_address import address_for_others, no_connection_between
 from ..signing import Signer
 from .control_client import ControlClient
-from .controller import Controller
-from .coordinator import Coordinator
-from .generation import Generation
-from .handshake import CHALLENGE_BYTES, HandshakeClient
-from .mailbox import DOWN, UP, Mailbox, mailbox_pair
-from .messages import FromRank0, ToRank0, Welcome
-from .negotiation import Negotiation
-from .stall import StallRules
-from .stragglers import StragglerWatch
 from .unchecked import UncheckedController
 
 # Pause between two attempts to connect after rank 0 has closed the connection.

@@ -15,21 +15,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from .. import forks
-from ..comm.group import Group
-from ..errors import CommunicationError, HvdliteError, MismatchError, PeerLostError
-from ..shm.board import HasBoard
-from .call_sites import places_of_threads
-from .callers import Callers
-from .controller import SitOut, StandIn
-from .coordinator import Coordinator
-from .executor import Agreed, Executor
-from .frames import FrameError
-from .generation import Generation
-from .handle import Handle
-from .heartbeat import WaitReports
-from .joins import Joins
-from .mailbox import Mailbox
-from .messages import (
+from ..calls.call_sites import places_of_threads
+from ..calls.controller import SitOut, StandIn
+from ..calls.frames import FrameError
+from ..calls.generation import Generation
+from ..calls.handle import Handle
+from ..calls.mailbox import Mailbox
+from ..calls.messages import (
     AllJoined,
     AskLine,
     EndProcess,
@@ -50,11 +42,19 @@ from .messages import (
     WaitsIn,
     Welcome,
 )
-from .operation import OPTIMIZER, Execution, Operation, kind_named
+from ..calls.operation import OPTIMIZER, Execution, Operation, kind_named
+from ..calls.stragglers import RankPace
+from ..comm.group import Group
+from ..coordinator.coordinator import Coordinator
+from ..errors import CommunicationError, HvdliteError, MismatchError, PeerLostError
+from ..shm.board import HasBoard
+from .callers import Callers
+from .executor import Agreed, Executor
+from .heartbeat import WaitReports
+from .joins import Joins
 from .pace_reports import PaceReports
 from .rank0_connection import Rank0Connection
 from .requests import Requests
-from .stragglers import RankPace
 from .submission import Submitter
 
 _ERRORS: dict[str, type[HvdliteError]] = {

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
+from ..calls.handle import Handle
+from ..calls.operation import Execution, Run
 from ..comm.recorder import OPERATIONS, Recorder
-from .handle import Handle
-from .operation import Execution, Run
 
 
 @dataclass(frozen=True, slots=True)

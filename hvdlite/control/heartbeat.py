@@ -17,16 +17,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from ..calls.mailbox import Mailbox
+from ..calls.messages import Busy, FromRank0, StillWaiting, ToRank0, WaitingThread, Welcome
 from ..comm.group import Group
 from ..comm.work import CollectiveWatch
+from ..coordinator.stall import CAUSES_OF_SILENCE, JOIN, BlockedThread, StallRules
 from ..log import log
 from .callers import Callers
 from .executor import Executor
 from .joins import Joins
-from .mailbox import Mailbox
-from .messages import Busy, FromRank0, StillWaiting, ToRank0, WaitingThread, Welcome
 from .requests import Requests
-from .stall import CAUSES_OF_SILENCE, JOIN, BlockedThread, StallRules
 
 LOOK_S = 0.5
 """Interval between calls of `look`; threads blocked for less than that are not reported."""

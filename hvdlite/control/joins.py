@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ..calls.controller import SitOut, StandIn
+from ..calls.handle import Handle
+from ..calls.messages import LivingOptimizers
+from ..calls.operation import Execution, Kind
+from ..calls.reducer_registry import ReducerRegistry, SitsOut, unpin
 from ..comm.group import Group
-from .controller import SitOut, StandIn
 from .executor import Agreed, Executor
-from .handle import Handle
-from .messages import LivingOptimizers
-from .operation import Execution, Kind
-from .reducer_registry import ReducerRegistry, SitsOut, unpin
 
 _Pinned = dict[int, dict[int, SitsOut]]  # by process set and number
 

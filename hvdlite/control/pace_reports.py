@@ -18,10 +18,10 @@ from types import CodeType, FrameType
 
 from torch import nn
 
+from ..calls.call_sites import FramesOfThreads
+from ..calls.messages import PaceReading
+from ..calls.stragglers import RankPace
 from ..comm.step_clock import Phase, StepClock
-from .call_sites import FramesOfThreads
-from .messages import PaceReading
-from .stragglers import RankPace
 
 # The average interval between looks at the program.
 _LOOK_S = 0.025

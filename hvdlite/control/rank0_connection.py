@@ -20,14 +20,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ..comm.group import Group
-from ..comm.work import CollectiveWatch
-from ..errors import LOOK_THERE, UNKNOWN_END, CommunicationError, PeerLostError, describe_end
-from .executor import Executor
-from .frames import FrameError
-from .heartbeat import LOOK_S, WaitReports
-from .mailbox import Mailbox
-from .messages import (
+from ..calls.frames import FrameError
+from ..calls.mailbox import Mailbox
+from ..calls.messages import (
     FailedOnRank,
     FromRank0,
     HasFailed,
@@ -39,6 +34,11 @@ from .messages import (
     RankLeft,
     ToRank0,
 )
+from ..comm.group import Group
+from ..comm.work import CollectiveWatch
+from ..errors import LOOK_THERE, UNKNOWN_END, CommunicationError, PeerLostError, describe_end
+from .executor import Executor
+from .heartbeat import LOOK_S, WaitReports
 
 # Most time for sending the remaining messages on close.
 _PARTING_S = 1.0

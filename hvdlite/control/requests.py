@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from ..calls.handle import Handle
+from ..calls.messages import MissingRanks
+from ..calls.operation import Operation, Run
 from ..comm.group import Group
 from ..errors import list_names
-from .handle import Handle
-from .messages import MissingRanks
-from .operation import Operation, Run
 
 Name = tuple[int, str, str]  # the process set's id, the kind's name, the user's name
 

@@ -13,21 +13,21 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from ..calls.handle import Handle
+from ..calls.messages import CloseRound, OperationRequest, ToRank0
+from ..calls.operation import Execution, Operation
+from ..calls.thread_labels import ThreadLabels
 from ..comm.group import Group
 from ..comm.recorder import Recorder
 from ..comm.step_clock import StepClock
+from ..coordinator.pending import RankRequest
 from ..errors import CommunicationError
 from ..shm.board import Board
 from .callers import Callers
 from .executor import Agreed, Executor
-from .handle import Handle
 from .joins import Joins
-from .messages import CloseRound, OperationRequest, ToRank0
-from .operation import Execution, Operation
-from .pending import RankRequest
 from .rank0_connection import Rank0Connection
 from .requests import Requests
-from .thread_labels import ThreadLabels
 from .voting import MOST_BYTES, Voter
 
 

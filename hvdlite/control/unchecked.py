@@ -14,15 +14,15 @@ from functools import partial
 from typing import Protocol
 
 from .. import forks
+from ..calls.controller import SitOut, StandIn
+from ..calls.handle import Handle
+from ..calls.mismatch import words_of_difference
+from ..calls.operation import OPTIMIZER, Execution, Operation
+from ..calls.reducer_registry import OneThread
+from ..calls.stragglers import RankPace
 from ..comm.group import Group
 from ..comm.recorder import OPERATIONS, Recorder
 from ..errors import MismatchError, NotInitializedError
-from .controller import SitOut, StandIn
-from .handle import Handle
-from .mismatch import words_of_difference
-from .operation import OPTIMIZER, Execution, Operation
-from .reducer_registry import OneThread
-from .stragglers import RankPace
 
 _WAY_OUT_OF_FIRST_STEP = (
     "The first step() or synchronize() of a hvd.DistributedOptimizer is such a call, since it opens the optimizer's "

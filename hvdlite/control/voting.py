@@ -39,8 +39,8 @@ import hashlib
 import threading
 from collections.abc import Callable
 
+from ..coordinator.pending import RankRequest
 from ..shm.board import DIGEST_BYTES, Board
-from .pending import RankRequest
 
 MOST_BYTES = 1 << 16
 """Most bytes of a call that is voted on; longer calls are sent as messages, which have their own limit."""

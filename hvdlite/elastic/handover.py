@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..control.operation import ELASTIC_STATE, Execution, Operation
+from ..calls.operation import ELASTIC_STATE, Execution, Operation
 from ..faults import point
 from ..log import log
 from ..ops.base import submit

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..control.operation import ELASTIC_STATE
+from ..calls.operation import ELASTIC_STATE
 from ..ops.api import barrier
 from ..ops.broadcast import broadcast_object
 from ..ops.sendable import check_sendable, check_writable, plain_tensor

@@ -15,10 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..comm.flat_bytes import flat_of, fused, own_memory, pieces_of
-from ..comm.reduce_op import Average, Sum
-from ..compression.custom import CustomCompression
-from ..control.operation import (
+from ..calls.operation import (
     ALLGATHER,
     GROUPED_ALLGATHER,
     GROUPED_REDUCESCATTER,
@@ -26,6 +23,9 @@ from ..control.operation import (
     Execution,
     Kind,
 )
+from ..comm.flat_bytes import flat_of, fused, own_memory, pieces_of
+from ..comm.reduce_op import Average, Sum
+from ..compression.custom import CustomCompression
 from ..errors import UnsupportedError
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import group_of

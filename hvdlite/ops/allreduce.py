@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calls.operation import SPARSE_ALLREDUCE, Execution, Kind, Run
 from ..comm.flat_bytes import flat_of, fused, mark_written, pieces_of
 from ..comm.reduce_op import Average, ReduceOp
 from ..compression.casts import Compression
 from ..compression.custom import CustomCompression
-from ..control.operation import SPARSE_ALLREDUCE, Execution, Kind, Run
 from ..errors import UnsupportedError
 from ..runtime.process_set import ProcessSet
 from .base import Collective

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calls.operation import ALLTOALL, Execution
 from ..comm.flat_bytes import as_bytes, plain
-from ..control.operation import ALLTOALL, Execution
 from ..errors import UnsupportedError
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import group_of

@@ -30,10 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.reduce_op import Average, ReduceOp, Sum
-from ..compression.casts import AnyCompression, Compression
-from ..control.handle import Handle
-from ..control.operation import (
+from ..calls.handle import Handle
+from ..calls.operation import (
     ALLGATHER,
     ALLREDUCE,
     ALLTOALL,
@@ -47,6 +45,8 @@ from ..control.operation import (
     Kind,
     Operation,
 )
+from ..comm.reduce_op import Average, ReduceOp, Sum
+from ..compression.casts import AnyCompression, Compression
 from ..errors import WrongTypeError
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet

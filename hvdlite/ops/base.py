@@ -38,9 +38,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from ..calls.handle import Handle
+from ..calls.operation import Execution, Kind, Operation, describe
 from ..comm.group import Group
-from ..control.handle import Handle
-from ..control.operation import Execution, Kind, Operation, describe
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import group_of
 from ..runtime.world import current_world, is_initialized

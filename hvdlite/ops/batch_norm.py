@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..calls.operation import Execution, Kind, Operation
 from ..comm.group import Group
-from ..control.operation import Execution, Kind, Operation
 from ..errors import UnsupportedError
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet, check_process_set

@@ -25,10 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import as_bytes, is_plain, mark_written, plain
-from ..comm.group import Group
-from ..comm.reduce_op import Average
-from ..control.operation import (
+from ..calls.operation import (
     ALLGATHER_OBJECT,
     ALLREDUCE,
     BROADCAST,
@@ -37,6 +34,9 @@ from ..control.operation import (
     Execution,
     Operation,
 )
+from ..comm.flat_bytes import as_bytes, is_plain, mark_written, plain
+from ..comm.group import Group
+from ..comm.reduce_op import Average
 from ..errors import words_of
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from ..calls.operation import LOAD_CHECKPOINT, Execution, Operation
 from ..comm.group import Group
-from ..control.operation import LOAD_CHECKPOINT, Execution, Operation
 from ..errors import MismatchError
 from ..log import log
 from ..ops.base import submit

@@ -21,10 +21,10 @@ import torch
 
 from ..buckets.exchange import Links
 from ..buckets.plan import Description, first_difference
+from ..calls.handle import Handle
+from ..calls.operation import OPTIMIZER, Execution, Operation
+from ..calls.reducer_registry import ReducerRegistry, SitsOut
 from ..comm.group import Group
-from ..control.handle import Handle
-from ..control.operation import OPTIMIZER, Execution, Operation
-from ..control.reducer_registry import ReducerRegistry, SitsOut
 from ..errors import MismatchError
 
 Submit = Callable[[Group, Operation], Handle]

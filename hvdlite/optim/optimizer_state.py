@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..control.operation import BROADCAST_OPTIMIZER_STATE, Execution, Operation
+from ..calls.operation import BROADCAST_OPTIMIZER_STATE, Execution, Operation
 from ..ops.base import submit
 from ..ops.broadcast import broadcast_tensors, digest_of
 from ..ops.sendable import check_sendable, is_sendable, plain_tensor

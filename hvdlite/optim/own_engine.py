@@ -21,10 +21,10 @@ from ..buckets.parameter_check import ParameterCheck
 from ..buckets.plan import Description
 from ..buckets.settings import Settings
 from ..buckets.step_trace import StepTrace
+from ..calls.generation import Generation
+from ..calls.operation import OPTIMIZER
+from ..calls.reducer_registry import StepProgress
 from ..comm.group import Group
-from ..control.generation import Generation
-from ..control.operation import OPTIMIZER
-from ..control.reducer_registry import StepProgress
 from ..environment import CheckParameters
 from ..errors import GradientError, NotInitializedError
 from ..ops.base import compare
@@ -242,7 +242,7 @@ class OwnEngine:
     # -- for ranks that join
 
     def progress(self) -> StepProgress:
-        """Returns how far the current step is; see `control.reducer_registry.StepProgress`. Any thread may call it."""
+        """Returns how far the current step is; see `calls.reducer_registry.StepProgress`. Any thread may call it."""
         return self._user.step.plan.progress()
 
     def sit_out(self, average_of_active: bool) -> bool:

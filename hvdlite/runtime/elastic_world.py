@@ -19,11 +19,11 @@ from hvdlite_wire.assignments import RankAssignment
 from hvdlite_wire.field_types import Refusals
 from hvdlite_wire.store_requests import StoreRequest
 
+from ..calls.generation import Generation
 from ..comm.connecting import Connecting
 from ..comm.engine import SingleRankFactory
 from ..comm.gloo import InitTimeout, cut_links
 from ..comm.group import Group
-from ..control.generation import Generation
 from ..control.unchecked import StandbyController
 from ..environment import launcher_variable
 from ..errors import CommunicationError

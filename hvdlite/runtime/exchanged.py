@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ..control.handle import next_number
+from ..calls.handle import next_number
 from ..log import log
 
 # `_uses_of_default_group` once it is open.

@@ -31,7 +31,7 @@ from typing import Any
 from hvdlite_wire.store_requests import StoreRequest
 
 from .. import forks
-from ..control.call_sites import FramesOfThreads, own_prefixes
+from ..calls.call_sites import FramesOfThreads, own_prefixes
 from ..rendezvous.store_client import StoreClient
 
 STACKS_SIGNAL = 62

@@ -22,6 +22,8 @@ from hvdlite_wire.addresses import LOOPBACK, interface_with
 from hvdlite_wire.assignments import RankAssignment
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from ..calls.controller import Controller
+from ..calls.generation import Generation
 from ..comm.connecting import Connecting, own_addresses
 from ..comm.engine import EngineFactory
 from ..comm.gloo import ConnectingRanks, InitTimeout
@@ -29,8 +31,6 @@ from ..comm.group import Group
 from ..comm.hierarchy_selection import choose_levels
 from ..comm.work import CollectiveWatch
 from ..control.connect import make_controller
-from ..control.controller import Controller
-from ..control.generation import Generation
 from ..environment import DYNAMIC, Environment
 from ..errors import LaunchEnvironmentError, MismatchError
 from ..log import log, open_log

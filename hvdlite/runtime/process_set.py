@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..calls.generation import Generation
 from ..comm.group import Group
-from ..control.generation import Generation
 from ..errors import WrongTypeError
 from ..values import MOST, shown, whole_number
 

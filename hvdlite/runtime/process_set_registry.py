@@ -13,10 +13,10 @@ import itertools
 import uuid
 from functools import partial
 
+from ..calls.controller import Controller
+from ..calls.generation import Generation
+from ..calls.operation import ADD_PROCESS_SET, Execution, Kind, Operation
 from ..comm.group import Group
-from ..control.controller import Controller
-from ..control.generation import Generation
-from ..control.operation import ADD_PROCESS_SET, Execution, Kind, Operation
 from ..errors import CommunicationError
 from .process_set import ProcessSet, SetMembership
 

@@ -23,7 +23,7 @@ from types import TracebackType
 
 import torch
 
-from ..control.call_sites import seen_from_here
+from ..calls.call_sites import seen_from_here
 from ..errors import CommunicationError, HvdliteError, PeerLostError, says_peer_lost
 
 # The directory of the package `hvdlite`.

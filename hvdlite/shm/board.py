@@ -5,7 +5,7 @@ Each rank writes its vote (round and digest) to its own control block. Rank 0 wr
 decided with "go", and whether votes are paused. A rank waits by checking, spinning, and sleeping at a bell (a futex).
 
 Rounds are numbered from 1, and one is open at a time. Each rank may vote once in it. Rank 0's process alone decides the
-round, which opens the next. `control.voting` casts the votes, and `control.coordinator` decides them. Each word has one
+round, which opens the next. `control.voting` casts the votes, and the `coordinator` decides them. Each word has one
 writer (rank 0's are written under a lock of the coordinator), except the bells, of which only the change matters.
 """
 

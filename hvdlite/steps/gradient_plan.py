@@ -24,8 +24,8 @@ from ..buckets.in_flight import BucketQueue
 from ..buckets.layout import Layout
 from ..buckets.plan import BucketPlan, Description
 from ..buckets.weights import Weights
+from ..calls.reducer_registry import StepProgress
 from ..comm.engine import Engine, HasMemory
-from ..control.reducer_registry import StepProgress
 from ..exchanges.sparse_gather import SparseParameters
 from .step_state import StepPhase
 from .step_world import Added, Buffers, CarriedOver, StepWorld
@@ -103,7 +103,7 @@ class GradientPlan:
             self.layout.take_over(buffers, engine.holds)
 
     def progress(self) -> StepProgress:
-        """Returns how far the current step is; see `control.reducer_registry.StepProgress`. Any thread may call it."""
+        """Returns how far the current step is; see `calls.reducer_registry.StepProgress`. Any thread may call it."""
         # Read while other threads may change it: a report may be a gradient late.
         trace, phase, waiting = self._world.trace, self._world.state.phase, self.queue.not_sent()
         buckets = sum(not bucket.asleep for bucket in self.layout.buckets)

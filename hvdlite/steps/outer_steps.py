@@ -28,12 +28,12 @@ from ..buckets.outer import OuterRule
 from ..buckets.parameter_check import fingerprints
 from ..buckets.plan import ParamSpec, first_of, plan_buckets
 from ..buckets.step_trace import StepTrace
+from ..calls.mismatch import name_ranks
 from ..comm.flat_bytes import as_real, flat_of
 from ..comm.group import Group
 from ..comm.host_groups import host_groups_of
 from ..comm.work import Work
 from ..compression.codecs import Codec
-from ..control.mismatch import name_ranks
 from ..errors import GradientError, MismatchError
 from ..exchanges.residuals import OWN
 from ..exchanges.stages import StageRunner

@@ -22,9 +22,9 @@ from ..buckets.plan import BucketPlan
 from ..buckets.settings import Settings
 from ..buckets.step_trace import StepTrace
 from ..buckets.weights import WeightState
+from ..calls.reducer_registry import ReducerRegistry
 from ..comm.group import Group
 from ..comm.step_clock import StepClock
-from ..control.reducer_registry import ReducerRegistry
 from .step_state import StepState
 
 # The memory of buckets, which those of the next world use again.

@@ -16,11 +16,11 @@ import time
 import zlib
 from collections.abc import Callable
 
+from ..calls.controller import Controller
+from ..calls.handle import Handle
+from ..calls.operation import Kind, Operation
 from ..comm.group import Group
 from ..comm.recorder import Recorder, Recording
-from ..control.controller import Controller
-from ..control.handle import Handle
-from ..control.operation import Kind, Operation
 from ..log import log
 from . import parts
 from .destination import destination_at, shown_path

@@ -74,7 +74,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How far an optimizer is in its step: see `hvdlite.control.reducer_registry.StepProgress`."""
+    """How far an optimizer is in its step: see `hvdlite.calls.reducer_registry.StepProgress`."""
 
     optimizer: str
     step: int

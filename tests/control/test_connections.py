@@ -22,15 +22,10 @@ from hvdlite_wire.errors import MessageError
 from worlds import run_worlds
 
 import hvdlite as hvd
-from hvdlite.control import acceptor, connect
-from hvdlite.control.acceptor import Acceptor
-from hvdlite.control.coordinator import Coordinator
-from hvdlite.control.frames import MAX_BYTES, FrameError, Opener, Sealer
-from hvdlite.control.handshake import CHALLENGE_BYTES, HELLO_BYTES, HandshakeClient, HandshakeServer
-from hvdlite.control.heartbeat import LOOK_S, Heartbeat, Silence
-from hvdlite.control.incoming import handle_message
-from hvdlite.control.mailbox import DOWN, UP, Mailbox, mailbox_pair
-from hvdlite.control.messages import (
+from hvdlite.calls.frames import MAX_BYTES, FrameError, Opener, Sealer
+from hvdlite.calls.handshake import CHALLENGE_BYTES, HELLO_BYTES, HandshakeClient, HandshakeServer
+from hvdlite.calls.mailbox import DOWN, UP, Mailbox, mailbox_pair
+from hvdlite.calls.messages import (
     FROM_RANK_0,
     TO_RANK_0,
     AskLine,
@@ -43,9 +38,15 @@ from hvdlite.control.messages import (
     StillWaiting,
     WaitsIn,
 )
-from hvdlite.control.negotiation import Negotiation
-from hvdlite.control.stall import BlockedThread, StallRules
-from hvdlite.control.stragglers import StragglerWatch
+from hvdlite.calls.stragglers import StragglerWatch
+from hvdlite.control import connect
+from hvdlite.control.heartbeat import LOOK_S, Heartbeat, Silence
+from hvdlite.coordinator import acceptor
+from hvdlite.coordinator.acceptor import Acceptor
+from hvdlite.coordinator.coordinator import Coordinator
+from hvdlite.coordinator.incoming import handle_message
+from hvdlite.coordinator.negotiation import Negotiation
+from hvdlite.coordinator.stall import BlockedThread, StallRules
 from hvdlite.signing import Signer
 
 KEY = Signer(b"the job's key")
@@ -104,7 +105,7 @@ def test_brackets_in_words_are_no_depth():
 
 
 def test_a_message_that_is_too_long_is_refused_by_who_would_send_it_and_the_next_one_goes(monkeypatch):
-    monkeypatch.setattr("hvdlite.control.frames.MAX_BYTES", 100)
+    monkeypatch.setattr("hvdlite.calls.frames.MAX_BYTES", 100)
     sealer = Sealer(KEY, FROM_RANK_0)
     with pytest.raises(ValueError, match="108 bytes is longer than the limit of 100"):
         sealer.seal(EndProcess("x" * 98))

@@ -23,11 +23,13 @@ from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
 from hvdlite import forks
+from hvdlite.calls import frames, handle, mailbox
+from hvdlite.calls.handle import Handle
+from hvdlite.calls.operation import Execution, Kind, Operation
 from hvdlite.comm.work import CollectiveWatch, Work
-from hvdlite.control import coordinator, frames, handle, heartbeat, mailbox, negotiation, rank0_connection, stall
+from hvdlite.control import heartbeat, rank0_connection
 from hvdlite.control.control_client import ControlClient
-from hvdlite.control.handle import Handle
-from hvdlite.control.operation import Execution, Kind, Operation
+from hvdlite.coordinator import coordinator, negotiation, stall
 from hvdlite.environment import Environment
 from hvdlite.log import log
 from hvdlite.runtime.world import World, current_world

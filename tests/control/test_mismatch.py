@@ -10,7 +10,8 @@ import torch
 from worlds import attempt_worlds
 
 import hvdlite as hvd
-from hvdlite.control import coordinator, handle, negotiation
+from hvdlite.calls import handle
+from hvdlite.coordinator import coordinator, negotiation
 
 # Calls that differ from each other in one respect, or in several; all but one have the same name.
 CALLS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from ranks import run_ranks
 
+from hvdlite.calls.operation import ALLREDUCE, Operation
 from hvdlite.comm.recorder import Recorder
-from hvdlite.control.operation import ALLREDUCE, Operation
 from hvdlite.control.unchecked import StandbyController
 from hvdlite.errors import NotInitializedError
 

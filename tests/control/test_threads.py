@@ -12,9 +12,9 @@ from hvdlite_wire.codec import decode, encode
 from worlds import PLAIN, attempt_worlds, run_worlds
 
 import hvdlite as hvd
+from hvdlite.calls import thread_labels
+from hvdlite.calls.thread_labels import CallingThread, ThreadLabels
 from hvdlite.comm.group import Group
-from hvdlite.control import thread_labels
-from hvdlite.control.thread_labels import CallingThread, ThreadLabels
 from hvdlite.environment import Environment
 from hvdlite.runtime import world as world_module
 from hvdlite.runtime.world import current_world

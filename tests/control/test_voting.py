@@ -14,16 +14,16 @@ import torch
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
+from hvdlite.calls.mailbox import Mailbox, mailbox_pair
+from hvdlite.calls.messages import CloseRound, Go, GoAsStandIn, OperationRequest, ToRank0
+from hvdlite.calls.operation import Kind
+from hvdlite.calls.stragglers import StragglerWatch
 from hvdlite.control import voting
-from hvdlite.control.coordinator import Coordinator
-from hvdlite.control.mailbox import Mailbox, mailbox_pair
-from hvdlite.control.messages import CloseRound, Go, GoAsStandIn, OperationRequest, ToRank0
-from hvdlite.control.negotiation import Negotiation
-from hvdlite.control.operation import Kind
-from hvdlite.control.pending import RankRequest
-from hvdlite.control.stall import StallRules
-from hvdlite.control.stragglers import StragglerWatch
 from hvdlite.control.voting import Voter
+from hvdlite.coordinator.coordinator import Coordinator
+from hvdlite.coordinator.negotiation import Negotiation
+from hvdlite.coordinator.pending import RankRequest
+from hvdlite.coordinator.stall import StallRules
 from hvdlite.runtime.world import current_world
 from hvdlite.shm.board import DIGEST_BYTES, Board
 from hvdlite.shm.control_block import CONTROL_BLOCK_BYTES, ControlBlock

@@ -141,7 +141,7 @@ def test_the_check_can_be_turned_off_and_must_be_on_all_ranks(launch):
 # Rank `frozen` stops itself when all others are known to have finished the last operation that they did together.
 FREEZES = {
     "in an operation that all have begun": """
-from hvdlite.control.operation import Kind, Operation
+from hvdlite.calls.operation import Kind, Operation
 from hvdlite.runtime.world import current_world
 world = current_world()
 def body(execution):

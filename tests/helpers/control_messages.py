@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hvdlite.control.messages import FROM_RANK_0, TO_RANK_0, FromRank0, ToRank0
+from hvdlite.calls.messages import FROM_RANK_0, TO_RANK_0, FromRank0, ToRank0
 
 
 def sent(message: FromRank0) -> list[Any]:

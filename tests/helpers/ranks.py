@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hvdlite.calls.generation import Generation
 from hvdlite.comm.engine import DelegatingEngine
 from hvdlite.comm.gloo import InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.comm.torch_engine import TorchEngine
-from hvdlite.control.generation import Generation
 from hvdlite.runtime.process_set import ProcessSet, SetMembership
 from hvdlite.shm.setup import exchange_control_blocks, open_segment
 from hvdlite.shm.shm_engine import ShmEngine

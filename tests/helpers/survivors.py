@@ -18,11 +18,11 @@ from torch import Tensor
 from worlds import PLAIN, WorldOfThread, _topology, instead_of_the_world
 
 from hvdlite import faults
+from hvdlite.calls.generation import Generation
 from hvdlite.comm.gloo import InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.comm.work import Work
 from hvdlite.control.connect import make_controller
-from hvdlite.control.generation import Generation
 from hvdlite.errors import PeerLostError
 from hvdlite.runtime import survival as module
 from hvdlite.runtime.make_world import World

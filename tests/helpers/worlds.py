@@ -10,11 +10,11 @@ from typing import Any
 
 from ranks import attempt_ranks, generation_of, run_ranks
 
+from hvdlite.calls import thread_labels
+from hvdlite.calls.generation import Generation
 from hvdlite.comm.gloo import InitTimeout
 from hvdlite.comm.group import Group
-from hvdlite.control import thread_labels
 from hvdlite.control.connect import make_controller
-from hvdlite.control.generation import Generation
 from hvdlite.environment import Environment
 from hvdlite.rendezvous.placement import Topology
 from hvdlite.runtime import world

@@ -70,32 +70,32 @@ _OPTIM = [
 _CONTROL = [
     Mutant(
         "joined ranks are in the divisor of averages over active ones",
-        "hvdlite/control/negotiation.py",
+        "hvdlite/coordinator/negotiation.py",
         "divisor = len(first.members) - (len(absent) if weighs_active else 0)",
         "divisor = len(first.members)",
-        ("tests/control/test_negotiation.py::test_averages_may_be_over_those_that_have_not_joined",),
+        ("tests/coordinator/test_negotiation.py::test_averages_may_be_over_those_that_have_not_joined",),
     ),
     Mutant(
         "a failed operation is told again by each rank that sees it",
-        "hvdlite/control/negotiation.py",
+        "hvdlite/coordinator/negotiation.py",
         "if number > self._failed.get(label, 0):",
         "if number >= self._failed.get(label, 0):",
-        ("tests/control/test_negotiation.py::test_the_first_failure_in_an_operation_is_told_to_the_other_ranks",),
+        ("tests/coordinator/test_negotiation.py::test_the_first_failure_in_an_operation_is_told_to_the_other_ranks",),
     ),
     Mutant(
         "rank 0 learns of an end before the ranks that it answers",
-        "hvdlite/control/negotiation.py",
+        "hvdlite/coordinator/negotiation.py",
         "for other in [*range(1, len(self._hosts)), 0] if other != rank]",
         "for other in range(len(self._hosts)) if other != rank]",
-        ("tests/control/test_negotiation.py::test_the_first_end_is_told_to_all_others",),
+        ("tests/coordinator/test_negotiation.py::test_the_first_end_is_told_to_all_others",),
     ),
     Mutant(
         "a deadlock of other ranks counts from that of the first",
-        "hvdlite/control/negotiation.py",
+        "hvdlite/coordinator/negotiation.py",
         "if self._stuck_since_s is None or self._stuck_since_s[0] != stuck:",
         "if self._stuck_since_s is None:",
         (
-            "tests/control/test_negotiation.py::test_ranks_that_come_into_circles_later_are_told_only_once_messages_on_their_way_could_arrive",
+            "tests/coordinator/test_negotiation.py::test_ranks_that_come_into_circles_later_are_told_only_once_messages_on_their_way_could_arrive",
         ),
     ),
     Mutant(
@@ -114,11 +114,11 @@ _CONTROL = [
     ),
     Mutant(
         "a joined rank is stalled while others are busy",
-        "hvdlite/control/stall.py",
+        "hvdlite/coordinator/stall.py",
         "return max(since_s, self._asked_at_s) if rank in scene.joined else since_s",
         "return since_s",
         (
-            "tests/control/test_negotiation.py::test_a_join_is_no_stall_while_the_others_ask_for_operations_and_take_no_step",
+            "tests/coordinator/test_negotiation.py::test_a_join_is_no_stall_while_the_others_ask_for_operations_and_take_no_step",
         ),
     ),
     Mutant(

@@ -12,9 +12,9 @@ from torch import nn
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
+from hvdlite.calls.reducer_registry import ReducerRegistry, SitsOut
 from hvdlite.comm import deferred_close
 from hvdlite.comm.group import Group
-from hvdlite.control.reducer_registry import ReducerRegistry, SitsOut
 from hvdlite.optim.reducer import Reducer
 from hvdlite.runtime import world as world_module
 

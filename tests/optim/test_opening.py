@@ -15,8 +15,8 @@ from torch import nn
 from worlds import PLAIN, attempt_worlds, run_generations, run_worlds
 
 import hvdlite as hvd
+from hvdlite.calls.operation import OPTIMIZER, Operation
 from hvdlite.comm.group import Group
-from hvdlite.control.operation import OPTIMIZER, Operation
 from hvdlite.environment import Environment
 from hvdlite.log import log
 from hvdlite.runtime import world as world_module

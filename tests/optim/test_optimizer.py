@@ -17,9 +17,9 @@ from torch import nn
 from training import take_steps, wrap
 
 import hvdlite as hvd
+from hvdlite.calls.reducer_registry import ReducerRegistry
 from hvdlite.comm import deferred_close
 from hvdlite.comm.group import Group
-from hvdlite.control.reducer_registry import ReducerRegistry
 
 
 def weight() -> nn.Parameter:

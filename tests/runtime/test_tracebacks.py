@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import hvdlite as hvd
-from hvdlite.control.handle import Handle
+from hvdlite.calls.handle import Handle
 from hvdlite.errors import CommunicationError, MismatchError, PeerLostError, list_names, says_peer_lost
 from hvdlite.runtime.tracebacks import remove_hooks, shorten_tracebacks
 

@@ -20,11 +20,11 @@ from training import take_steps
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
+from hvdlite.calls.handle import Handle
+from hvdlite.calls.operation import ALLREDUCE, Operation
 from hvdlite.comm import recorder
 from hvdlite.comm.group import Group
 from hvdlite.comm.recorder import GpuClock, Recorder, Recording, Row
-from hvdlite.control.handle import Handle
-from hvdlite.control.operation import ALLREDUCE, Operation
 from hvdlite.runtime.world import current_world
 from hvdlite.timeline import parts
 from hvdlite.timeline import session as timeline

@@ -21,19 +21,19 @@ from functools import partial
 
 from hvdlite_wire.errors import MessageError
 
+from ..calls.frames import FrameError
+from ..calls.mailbox import DOWN, UP, Mailbox
+from ..calls.messages import CloseRound, FromRank0, Over, PaceReading, Paces, StillWaiting, ToRank0, Welcome
+from ..calls.stragglers import StragglerWatch
 from ..comm.step_clock import Reading
 from ..log import log
 from ..shm.board import Board
 from ..signing import Signer
 from .acceptor import Acceptor
-from .frames import FrameError
 from .incoming import handle_message
-from .mailbox import DOWN, UP, Mailbox
-from .messages import CloseRound, FromRank0, Over, PaceReading, Paces, StillWaiting, ToRank0, Welcome
 from .negotiation import Negotiation
 from .pending import RankRequest
 from .stall import StallRules
-from .stragglers import StragglerWatch
 
 # Interval between calls of `Negotiation.tick` while something can time out.
 _TICK_S = 0.25

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from .operation import Kind
-from .thread_labels import CallingThread
+from ..calls.operation import Kind
+from ..calls.thread_labels import CallingThread
 
 Id = int
 """Number of a pending operation on rank 0; never reused."""

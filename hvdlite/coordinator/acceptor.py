@@ -17,9 +17,9 @@ import socket
 import time
 from collections.abc import Callable
 
+from ..calls.handshake import HELLO_BYTES, PROOF_BYTES, HandshakeServer
 from ..log import log
 from ..signing import Signer
-from .handshake import HELLO_BYTES, PROOF_BYTES, HandshakeServer
 
 # A connection that has not authenticated by then is closed; the rank may connect again.
 HANDSHAKE_S = 5.0

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from .messages import Pin, SitOutSteps, Unpin
+from ..calls.messages import Pin, SitOutSteps, Unpin
 
 
 @dataclass(slots=True)

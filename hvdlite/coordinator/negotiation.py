@@ -16,10 +16,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from ..errors import LOOK_THERE, MOST_NAMED, UNKNOWN_END, describe_end
-from .endings import Endings
-from .joined_steps import JoinedSteps
-from .messages import (
+from ..calls.messages import (
     AllJoined,
     AskLine,
     EndProcess,
@@ -35,7 +32,7 @@ from .messages import (
     RankLeft,
     StillHere,
 )
-from .mismatch import (
+from ..calls.mismatch import (
     CAUSES,
     RankWait,
     first_difference,
@@ -44,7 +41,10 @@ from .mismatch import (
     words_of_deadlock,
     words_of_difference,
 )
-from .operation import CONNECTING
+from ..calls.operation import CONNECTING
+from ..errors import LOOK_THERE, MOST_NAMED, UNKNOWN_END, describe_end
+from .endings import Endings
+from .joined_steps import JoinedSteps
 from .pending import Id, PairingQueue, Pending, RankRequest, Refusal, stuck_ranks
 from .stall import SHOWN, BlockedThread, Scene, StallRules, StallWatch
 

@@ -9,11 +9,11 @@ from control_messages import sent
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.control.messages import AskLine, LivingOptimizers
-from hvdlite.control.negotiation import SETTLING_S, Negotiation
-from hvdlite.control.operation import ALLREDUCE, kind_named
-from hvdlite.control.pending import Pending, RankRequest
-from hvdlite.control.stall import BlockedThread, StallRules
+from hvdlite.calls.messages import AskLine, LivingOptimizers
+from hvdlite.calls.operation import ALLREDUCE, kind_named
+from hvdlite.coordinator.negotiation import SETTLING_S, Negotiation
+from hvdlite.coordinator.pending import Pending, RankRequest
+from hvdlite.coordinator.stall import BlockedThread, StallRules
 
 CAUSES = ("`if hvd.rank() == 0:`", "different numbers of batches (see hvd.join())")
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from hvdlite_wire.errors import MessageError
 
-from .messages import (
+from ..calls.messages import (
     Busy,
     HasFailed,
     HasJoined,
@@ -27,8 +27,8 @@ from .messages import (
     WaitingThread,
     WaitsIn,
 )
+from ..calls.operation import kind_named
 from .negotiation import Negotiation
-from .operation import kind_named
 from .pending import RankRequest
 from .stall import BlockedThread
 

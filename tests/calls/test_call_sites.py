@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import hvdlite
+from hvdlite.calls import call_sites
+from hvdlite.calls.call_sites import LONGEST, FramesOfThreads, place_of, places_of_threads, seen_from_here
 from hvdlite.comm.step_clock import Phase, StepClock
-from hvdlite.control import call_sites, pace_reports
-from hvdlite.control.call_sites import LONGEST, FramesOfThreads, place_of, places_of_threads, seen_from_here
+from hvdlite.control import pace_reports
 from hvdlite.control.pace_reports import PaceReports
 from hvdlite.runtime import hang_report
 from hvdlite.runtime.hang_report import stacks_of_threads
