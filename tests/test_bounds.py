@@ -27,14 +27,12 @@ MANY_METHODS = {
     "AveragingOptimizer": 45,
     "Bucket": 38,
     "DistributedOptimizer": 49,
-    "ElasticJob": 37,
     "Membership": 39,
     "Negotiation": 38,
 }
 MANY_ATTRIBUTES = {
     "Agent": 27,
     "Bucket": 24,
-    "ElasticJob": 38,
     "ElasticSampler": 23,
     "Negotiation": 23,
     "RemoteAgent": 21,
@@ -42,14 +40,11 @@ MANY_ATTRIBUTES = {
 }
 # Public signatures, whose arguments Horovod's users know, and others.
 MANY_ARGUMENTS = {
-    "ChaosJob": 10,
     "DistributedOptimizer": 16,
-    "ElasticJob": 13,
     "Gradients": 10,
     "Group": 9,
     "RayExecutor": 14,
     "Submitter": 9,
-    "Supervisor": 10,
     "SyncBatchNorm": 9,
 }
 MANY_MODULES = {"hvdlite/rendezvous": 19}

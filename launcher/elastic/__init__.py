@@ -3,10 +3,10 @@
 `elastic_job` takes the place of `first_failure`: it carries out what `membership` decides, on hosts that `discovery`
 finds and `elastic_hosts` connects to; `rank_assignments` writes what the workers read. `hangs` finds those that no
 longer respond, `cut_links` hosts that cannot reach each other and `refused_links` those that refuse each other. With
-``--chaos`` `chaos_job` stands before it, causes faults, and reports them.
+``--chaos`` `job_faults` causes faults beside it, and reports them.
 
 Modules import only what stands before them:
 
     discovery < host_slots < membership < elastic_hosts < rank_assignments < hangs < cut_links < refused_links
-        < elastic_job < chaos_job
+        < elastic_job < job_faults
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..agents.wait_for_agents import not_there_yet, still_not_there
@@ -22,9 +23,27 @@ class Connections(Protocol):
 
     def connect_later(self, label: str, slots: int) -> None: ...
     def leave(self, label: str) -> None: ...
+    def label_here(self) -> str: ...
     def start_worker(
         self, label: str, worker: int, variables: Mapping[str, str], hellos: Mapping[str, Hello]
     ) -> None: ...
+
+
+@dataclass
+class _Connecting:
+    """A host that is being connected to until ``late_at_s``. ``why_not_there``: why that is not possible so far."""
+
+    late_at_s: float
+    why_not_there: str | None = None
+
+
+@dataclass
+class _Connected:
+    """A host that has answered. ``is_given_up``: it is to be lost, since others cannot reach it."""
+
+    hello: Hello
+    has_run_worker: bool = False
+    is_given_up: bool = False
 
 
 class ElasticHosts:
@@ -32,13 +51,13 @@ class ElasticHosts:
 
     def __init__(self, connections: Connections, *, start_timeout_s: float, say: Callable[[str], None]) -> None:
         self._connections = connections
-        self._start_timeout_s = start_timeout_s
+        self.start_timeout_s = start_timeout_s
         self._say = say
         self._wanted: dict[str, int] = {}
-        self._late_at: dict[str, float] = {}  # by host that is being connected to: when it is given up
-        self._not_there: dict[str, str] = {}  # by those of them that are not there yet: why
-        self._hellos: dict[str, Hello] = {}
+        self._connecting: dict[str, _Connecting] = {}
+        self._connected: dict[str, _Connected] = {}
         self._same_as: dict[str, str] = {}  # further names of connected machines, and the name that is used
+        self._have_been_known = False
 
     def found(self, hosts: Mapping[str, int]) -> None:
         """Sets the hosts that are wanted, and the number of slots of each."""
@@ -48,18 +67,16 @@ class ElasticHosts:
         """Connects to the wanted hosts that are not connected, except those that get no workers now."""
         for label, slots in self._wanted.items():
             if not self.knows(label) and barred_until_s(label) <= now_s:
-                self._late_at[label] = now_s + self._start_timeout_s
+                self._connecting[label] = _Connecting(now_s + self.start_timeout_s)
                 self._connections.connect_later(label, slots)
 
     def answered(self, label: str, hello: Hello) -> None:
         """Notes that a host has answered, which was being connected to."""
-        if label not in self._late_at:  # it was given up
+        if self._connecting.pop(label, None) is None:  # it was given up
             return
-        del self._late_at[label]
-        self._not_there.pop(label, None)
-        first = next((known for known, other in self._hellos.items() if _is_same_machine(hello, other)), None)
+        first = next((known for known, other in self._connected.items() if _is_same_machine(hello, other.hello)), None)
         if first is None:
-            self._hellos[label] = hello
+            self._connected[label] = _Connected(hello)
             return
         self._same_as[label] = first
         self._connections.leave(label)
@@ -67,55 +84,75 @@ class ElasticHosts:
 
     def not_there_yet(self, label: str, cause: str, why: str) -> None:
         """Notes that a host cannot be connected to so far; tells the user once."""
-        if label not in self._late_at:
-            return
-        if label not in self._not_there:
-            self._say(not_there_yet(label, cause, self._start_timeout_s))
-        self._not_there[label] = why
+        if (host := self._connecting.get(label)) is not None:
+            if host.why_not_there is None:
+                self._say(not_there_yet(label, cause, self.start_timeout_s))
+            host.why_not_there = why
 
     def lost(self, label: str) -> bool:
         """Notes that a host is lost, or cannot be connected to; returns whether it was connected."""
-        self._late_at.pop(label, None)
-        self._not_there.pop(label, None)
-        was_connected = self._hellos.pop(label, None) is not None
+        self._connecting.pop(label, None)
+        was_connected = self._connected.pop(label, None) is not None
         self._same_as = {other: first for other, first in self._same_as.items() if first != label}
         self._connections.leave(label)
         return was_connected
 
     def late(self, now_s: float) -> dict[str, str]:
         """Returns the hosts that have not answered in time, and why each is given up."""
-        timeout_s = self._start_timeout_s
+        timeout_s = self.start_timeout_s
         no_answer = f"no answer within {timeout_s:g} s (--start-timeout)"
         return {
-            label: still_not_there(self._not_there[label], timeout_s) if label in self._not_there else no_answer
-            for label, late_at in self._late_at.items()
-            if late_at <= now_s
+            label: no_answer if host.why_not_there is None else still_not_there(host.why_not_there, timeout_s)
+            for label, host in self._connecting.items()
+            if host.late_at_s <= now_s
         }
 
     def let_go(self, in_use: Collection[str]) -> None:
         """Hangs up on hosts that are no longer wanted, except those ``in_use``, and stops connecting to such."""
-        for label in [label for label in self._late_at if label not in self._wanted]:
+        unwanted = [label for label in self._connecting if label not in self._wanted]
+        usable = self.usable()
+        unwanted += [label for label in self._connected if label not in usable and label not in in_use]
+        for label in unwanted:
             self.lost(label)
-        for label in [label for label in self._hellos if label not in self.usable() and label not in in_use]:
-            self.lost(label)
+
+    def ran_worker(self, label: str) -> None:
+        """Notes that a worker of the job has come to hvd.init() on a host."""
+        if label in self._connected:
+            self._connected[label].has_run_worker = True
+
+    def has_run_worker(self, label: str) -> bool:
+        return label in self._connected and self._connected[label].has_run_worker
+
+    def give_up(self, label: str) -> bool:
+        """Notes that a host is to be lost, since others cannot reach it; returns False if that is known already."""
+        host = self._connected.get(label)
+        if host is None or host.is_given_up:
+            return False
+        host.is_given_up = True
+        return True
 
     @property
     def are_wanted(self) -> bool:
         """Whether any hosts are listed, though perhaps none of them can be reached."""
         return bool(self._wanted)
 
-    @property
-    def are_known(self) -> bool:
-        """Whether each host has answered, failed, or is not there yet while there are others that can be used."""
-        return not self._late_at or (bool(self.usable()) and self._late_at.keys() <= self._not_there.keys())
+    def have_been_known(self) -> bool:
+        """Whether the hosts that were found first are known, for which the first generation waits.
+
+        Each has answered, failed, or is not there yet while there are others that can be used.
+        """
+        if not self._have_been_known:
+            not_there = all(host.why_not_there is not None for host in self._connecting.values())
+            self._have_been_known = not self._connecting or (bool(self.usable()) and not_there)
+        return self._have_been_known
 
     def usable(self) -> dict[str, int]:
         """Returns the slots of the connected hosts that are wanted, in the order in which they were named."""
         slots: dict[str, int] = {}
         for label, count in self._wanted.items():
             name = self._same_as.get(label, label)
-            if hello := self._hellos.get(name):
-                slots[name] = slots.get(name, 0) + (hello.slots or 1 if count == AUTO else count)
+            if host := self._connected.get(name):
+                slots[name] = slots.get(name, 0) + (host.hello.slots or 1 if count == AUTO else count)
         return slots
 
     def all_are_given_up(self, barred_until_s: Callable[[str], float]) -> bool:
@@ -124,16 +161,22 @@ class ElasticHosts:
 
     def due_s(self, barred_until_s: Callable[[str], float]) -> float | None:
         """Returns when the next host counts as late, or is to be connected to again."""
+        late = [host.late_at_s for host in self._connecting.values()]
         again = [barred_until_s(label) for label in self._wanted if not self.knows(label)]
-        return min([*self._late_at.values(), *(at_s for at_s in again if math.isfinite(at_s))], default=None)
+        return min([*late, *(at_s for at_s in again if math.isfinite(at_s))], default=None)
 
     def start(self, label: str, worker: int, variables: Mapping[str, str]) -> None:
         """Starts a worker on a connected host."""
-        self._connections.start_worker(label, worker, variables, self._hellos)
+        hellos = {known: host.hello for known, host in self._connected.items()}
+        self._connections.start_worker(label, worker, variables, hellos)
+
+    def label_here(self) -> str:
+        """Returns the label of the launcher's own machine, for an agent's refusal that names no host."""
+        return self._connections.label_here()
 
     def knows(self, label: str) -> bool:
         """Whether a host is connected, or being connected to."""
-        return label in self._late_at or label in self._hellos or label in self._same_as
+        return label in self._connecting or label in self._connected or label in self._same_as
 
 
 def _is_same_machine(one: Hello, other: Hello) -> bool:

@@ -3,14 +3,16 @@
     events ──► ElasticJob ──► Membership ──► workers to start and to end, ranks in the store, lines on the screen
 
 `supervisor` calls it. In hvd.init() a worker asks for its rank in the next generation, and reads it in the store: see
-`rank_assignments`. Once nothing can follow, `first_failure` judges the ends of the last generation's workers, as in a
-job that is not elastic.
+`rank_assignments`. What is known of one worker is a `RunningWorker`, what is known of one generation a
+`RunningGeneration`, and `elastic_hosts` has the hosts. Once nothing can follow, `first_failure` judges the ends of the
+last generation's workers, as in a job that is not elastic.
 """
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from hvdlite_wire.assignments import Dismissal, RankAssignment
@@ -36,7 +38,6 @@ from ..workers.ending import FAILURE_GRACE_S, Ending
 from ..workers.failure_message import JobOutcome, failure_message, name_workers
 from ..workers.first_failure import FirstFailure
 from ..workers.generation_table import GenerationRow, GenerationTable
-from ..workers.roster import Roster
 from .cut_links import CutLinks, CutOff
 from .elastic_hosts import ElasticHosts
 from .hangs import Hangs
@@ -67,6 +68,55 @@ class Screen(Protocol):
     def say(self, text: str) -> None: ...
 
 
+@dataclass
+class RunningWorker:
+    """A worker that was started and has not ended."""
+
+    number: int
+    host: str
+    is_dismissed: bool = False
+    """Whether it was told that it has no place in later generations."""
+    why_signalled: str | None = None
+    """Why it was told to end by a signal, if it was."""
+    kill_at_s: float | None = None
+    """When SIGKILL follows that signal; None if it is not to."""
+    why_refused: str | None = None
+    """Why it could not be started, if its end is only to be counted."""
+
+    @property
+    def ends_by_itself(self) -> bool:
+        return not self.is_dismissed and self.why_signalled is None
+
+
+@dataclass
+class RunningGeneration:
+    """The ranks of one generation, and what has happened to them. Number 0 has none: the time before the first."""
+
+    number: int = 0
+    host_of: dict[int, str] = field(default_factory=dict)
+    """The hosts of its members by their numbers, in the order of their ranks."""
+    names: dict[int, str] = field(default_factory=dict)
+    """The words for its members, with their ranks."""
+    connected: set[int] = field(default_factory=set)
+    ends: list[Exited | Lost] = field(default_factory=list)
+    """How its members have ended, in order; before the first generation, how any worker has."""
+    why_gone: dict[int, str] = field(default_factory=dict)
+    has_ended_members: bool = False
+    """Whether some members were ended since others could not go on for them."""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether all ranks are connected."""
+        return bool(self.host_of) and self.connected.issuperset(self.host_of)
+
+    def concerns(self, worker: int) -> bool:
+        """Whether a worker's end is one of its ends."""
+        return worker in self.host_of or not self.number
+
+    def words_of_gone(self) -> str:
+        return "; ".join(dict.fromkeys(self.why_gone.values()))
+
+
 class ElasticJob:
     """One elastic job while it runs. It has the methods of `supervisor.Judgement`."""
 
@@ -75,14 +125,9 @@ class ElasticJob:
         membership: Membership,
         hosts: ElasticHosts,
         ending: Ending,
-        roster: Roster,
         *,
         store: Store,
         screen: Screen,
-        signal_workers: Callable[[Collection[int], int], None],
-        log: Callable[[str], None],
-        here: Callable[[], str],
-        start_timeout_s: float,
         hang_timeout_s: float,
         post: Callable[[Lost | Unresponsive | Exited], None],
         chaos_of: Callable[[int], str] = lambda _: "",
@@ -90,46 +135,24 @@ class ElasticJob:
         """``hang_timeout_s``: see `Hangs` and `CutLinks`. ``post`` puts an event behind all others.
 
         ``chaos_of`` returns the faults of a worker that is started now.
-
-        ``here`` returns the label of the launcher's own machine, for an agent's refusal that names no host.
         """
         self._membership = membership
         self._hosts = hosts
         self._ending = ending
-        self._roster = roster
+        self._roster = ending.roster
         self._assignments = RankAssignments(store)
         self._hangs = Hangs(hang_timeout_s, store, ending.clock, post)
         self._links = CutLinks(hang_timeout_s)
         self._refused = RefusedLinks()
-        self._have_met = False  # whether all ranks of any generation were connected
-        self._hang_timeout_s = hang_timeout_s
-        self._given_up: set[str] = set()  # hosts that are to be lost, since others cannot reach them
-        self._have_run: set[str] = set()  # hosts on which a worker of the job has come to hvd.init()
-        self._refusals: dict[int, str] = {}  # why workers could not be started, until their end is counted
         self._post = post
         self._screen = screen
-        self._signal_workers = signal_workers
-        self._log = log
-        self._here = here
-        self._start_timeout_s = start_timeout_s
         self._chaos_of = chaos_of
         self._began_at = ending.clock()
-        self._has_hosts = False  # whether it is known of all hosts that were found first whether they are there
         self._late_at: float | None = None  # when a worker that has not called hvd.init() ends the job
-        self._connected: set[int] = set()
-        self._failed_meetings = 0
-        self._kill_at: dict[int, float] = {}
-        self._told_to_end: dict[int, str] = {}  # those that were signalled, and why
-        self._dismissed: set[int] = set()  # those that have no place in later generations, and were told so
-        self._living: set[int] = set()
-        self._published: ElasticGeneration | None = None
-        self._names: dict[int, str] = {}  # of its members, with their ranks
-        # Since it was published: how its members have ended, in order, and why each is gone.
-        self._ends: list[Exited | Lost] = []
-        self._why_gone: dict[int, str] = {}
-        self._has_ended_members = False  # whether some of them were ended since others could not go on for them
+        self._workers: dict[int, RunningWorker] = {}
+        self._generation = RunningGeneration()
         self._last_failure = ""  # what is said of it, if a limit ends the job
-        self._last: FirstFailure | None = None
+        self._judge = FirstFailure({}, ending, start_timeout_s=hosts.start_timeout_s)  # of the last ends
         self._is_over = False
         self.table = GenerationTable()
 
@@ -143,18 +166,19 @@ class ElasticJob:
     @property
     def knows_failure(self) -> bool:
         """Whether a worker has failed that ends the job."""
-        return self._last is not None and self._last.knows_failure
+        return self._judge.knows_failure
 
     def on_hosts(self, event: HostEvent) -> None:
         if not self._decides():
             return
         match event:
             case DiscoveryFailed():
-                self.decide(JobOutcome(1, event.why))
-                self._end()
+                self._end(JobOutcome(1, event.why))
                 return
             case HostsFound():
-                self._log(f"hosts: {', '.join(f'{label}:{slots}' for label, slots in event.hosts.items()) or 'none'}")
+                self._ending.log(
+                    f"hosts: {', '.join(f'{label}:{slots}' for label, slots in event.hosts.items()) or 'none'}"
+                )
                 self._hosts.found(event.hosts)
             case Answered():
                 self._hosts.answered(event.host, event.hello)
@@ -165,115 +189,93 @@ class ElasticJob:
     def on_init(self, event: InitStarted | InitDone | InitFailed) -> None:
         if not self._decides():
             return
-        if isinstance(event, InitDone):
-            self._connected.add(event.worker)
-            if self._is_met():
-                self._have_met = True
-                self._refused.forget_all()
-        elif isinstance(event, InitFailed) and event.after == 0:
-            if self._assignments.take_back(event.worker):
-                self._do(self._membership.takes_back(event.worker, self._now()))
-        elif isinstance(event, InitFailed):
-            self._on_failed_meeting(event)
-        if not isinstance(event, InitStarted):
-            return
-        after = event.after or 0
-        self._have_run.add(self._roster[event.worker].host)
-        self._assignments.asked(event.worker, after)
-        self._hangs.begin(event.worker)
-        if self._membership.current is None and self._late_at is None:
-            self._late_at = self._now() + self._start_timeout_s
-        self._do(self._membership.asks(event.worker, after, self._now(), event.newcomers))
+        match event:
+            case InitStarted():
+                after = event.after or 0
+                self._hosts.ran_worker(self._workers[event.worker].host)
+                self._assignments.asked(event.worker, after)
+                self._hangs.begin(event.worker)
+                if self._membership.current is None and self._late_at is None:
+                    self._late_at = self._now() + self._hosts.start_timeout_s
+                self._do(self._membership.asks(event.worker, after, self._now(), event.newcomers))
+            case InitDone():
+                self._generation.connected.add(event.worker)
+                if self._generation.is_met:
+                    self._refused.forget_all()
+            case InitFailed(after=0):
+                if self._assignments.take_back(event.worker):
+                    self._do(self._membership.takes_back(event.worker, self._now()))
+            case InitFailed():
+                self._on_failed_meeting(event)
 
     def _on_failed_meeting(self, event: InitFailed) -> None:
         """Ends a generation for all, if a rank could not connect to the others; gives up hosts that refuse them."""
-        published = self._published
-        is_rank = published is not None and event.after == published.number and self._is_member(event.worker)
-        if published is None or not is_rank or not event.is_unconnected or self._is_met():
+        generation = self._generation
+        is_rank = event.after == generation.number and event.worker in generation.host_of
+        if not is_rank or not event.is_unconnected or generation.is_met:
             return
-        self._assignments.revoke(published.number, f"{self._name(event.worker)} could not connect to the other ranks")
+        self._assignments.revoke(generation.number, f"{self._name(event.worker)} could not connect to the other ranks")
         # A rank that is lost refuses connections, too. In the first generation it is an error of the job.
-        if self._have_met and not self._why_gone:
-            host_of = {each.worker: each.place.host for each in published.members}
-            self._give_up(self._refused.failed(event, host_of))
+        if self._refused.have_met and not generation.why_gone:
+            self._give_up(self._refused.failed(event, generation.host_of))
 
     def on_alive(self, alive: Alive) -> None:
         self._hangs.answered(alive)
-        if alive.worker in self._living:
+        if alive.worker in self._workers:
             self._links.answered(alive)
             self._give_up_hosts_that_are_cut_off()
 
     def on_exit(self, end: Exited) -> None:
-        self._kill_at.pop(end.worker, None)
-        if self._last is not None:
+        worker = self._workers.pop(end.worker, None)
+        if worker is None:
+            return
+        if self._is_over:
             # A worker that was told to end is no cause, unless it ends in another way.
-            if end.worker not in self._told_to_end or -end.returncode not in (0, signal.SIGTERM, signal.SIGKILL):
-                self._last.on_exit(end)
+            if worker.why_signalled is None or -end.returncode not in (0, signal.SIGTERM, signal.SIGKILL):
+                self._judge.on_exit(end)
             return
         if not self._decides():
             return
-        why = self._words_of(end)
+        why = self._words_of(end, worker)
         self._forget(end.worker)
-        was_told = self._told_to_end.pop(end.worker, None) is not None
-        is_dismissed = end.worker in self._dismissed
-        self._dismissed.discard(end.worker)
-        if end.worker in self._refusals:
+        is_rank = self._generation.concerns(end.worker)
+        if worker.why_refused is not None:
             self._last_failure = str(why)
-        elif not (was_told or is_dismissed or end.returncode == 0 or end.peer_lost):
+        elif worker.ends_by_itself and end.returncode != 0 and not end.peer_lost:
             self._last_failure = failure_message(self._roster.failure(end), is_last=True)
-        if is_dismissed:
-            self._tell_membership(end, why)
-        elif self._is_member(end.worker) or self._published is None:
-            self._on_end_of_rank(end, why, was_told=was_told)
-        elif was_told:
-            self._tell_membership(end, why)
-        else:
-            self._on_end_before_rank(end, why)
-        if end not in self._ends:
+        if is_rank and not worker.is_dismissed and why is not None:
+            self._lose([end.worker], why)
+        if worker.ends_by_itself:
+            self._generation.ends.append(end)
+            if worker.why_refused is not None:
+                self._screen.say(str(why))
+            elif not is_rank:
+                self._screen.say(f"{why or self._name(end.worker) + ' ended with exit code 0'} before it had a rank")
+        self._do(self._membership.ended(end.worker, why, self._now(), was_killed=end.returncode < 0))
+        ends = self._generation.ends
+        if not is_rank and self._decides() and end in ends:
+            # It has ended while others are the ranks: that is a cause only if the job ends now.
+            ends.remove(end)
+        if end not in ends:
             self._roster.remove(end.worker)
         self._look_at_hosts()
 
-    def _on_end_of_rank(self, end: Exited, why: str | None, *, was_told: bool) -> None:
-        """A rank of the generation has ended, or a worker before there is any generation."""
-        if why is not None:
-            self._lose([end.worker], why)
-        if not was_told:
-            self._ends.append(end)
-        self._tell_membership(end, why)
-
-    def _on_end_before_rank(self, end: Exited, why: str | None) -> None:
-        """A worker has ended by itself while others are the ranks: a cause only if the job ends now."""
-        if self._refusals.pop(end.worker, None) is not None:
-            self._screen.say(str(why))
-        else:
-            self._screen.say(f"{why or self._name(end.worker) + ' ended with exit code 0'} before it had a rank")
-        self._ends.append(end)
-        self._tell_membership(end, why)
-        if self._decides() and end in self._ends:
-            self._ends.remove(end)
-
-    def _tell_membership(self, end: Exited, why: str | None) -> None:
-        self._do(self._membership.ended(end.worker, why, self._now(), was_killed=end.returncode < 0))
-
     def on_lost(self, lost: Lost) -> None:
-        if self._last is not None:
-            self._last.on_lost(lost)
+        if self._is_over:
+            self._judge.on_lost(lost)
             return
         if not self._hosts.knows(lost.host) or not self._decides():
             return
-        self._given_up.discard(lost.host)
-        self._have_run.discard(lost.host)
         was_connected = self._hosts.lost(lost.host)
-        workers = [number for number in self._roster.on_host(lost.host) if number in self._living]
+        workers = [each.number for each in self._workers.values() if each.host == lost.host]
         why = f"lost {lost.host}: {lost.why}" if was_connected else f"{lost.host}: {lost.why}"
         self._screen.say(why)
         for worker in workers:
+            del self._workers[worker]
             self._forget(worker)
-            self._told_to_end.pop(worker, None)
-            self._dismissed.discard(worker)
             self._screen.finish(worker)
-        if any(map(self._is_member, workers)) or (workers and self._published is None):
-            self._ends.append(lost)
+        if any(map(self._generation.concerns, workers)):
+            self._generation.ends.append(lost)
         if workers:
             self._last_failure = why
         self._lose(workers, why)
@@ -283,58 +285,53 @@ class ElasticJob:
         self._look_at_hosts()
 
     def on_refused(self, refused: Refused) -> None:
-        host = self._here() if refused.host is None else refused.host
-        if self._membership.current is not None:
-            # For observers, too, which count faults and lost hosts. A host on which workers run or ran keeps them: what
-            # cannot be started now is one worker in its slot. One that has never had any cannot start the command.
-            if refused.worker is None or host not in self._have_run:
-                self._post(Lost(host, refused.why))
-            elif refused.worker in self._living:
-                self._refusals[refused.worker] = refused.why
-                self._post(Exited(refused.worker, refused.exit_code))
+        if self._membership.current is None:
+            self._judge.on_refused(refused)
+            self._is_over = True
             return
-        where = "" if refused.host is None else f"{host}: "
-        self.decide(JobOutcome(refused.exit_code, where + refused.why))
-        self._is_over = True
-        self._ending.running.clear()  # the agent will not report how the started ones end; hanging up ends them
+        # For observers, too, which count faults and lost hosts. A host on which workers run or ran keeps them: what
+        # cannot be started now is one worker in its slot. One that has never had any cannot start the command.
+        host = self._hosts.label_here() if refused.host is None else refused.host
+        if refused.worker is None or not self._hosts.has_run_worker(host):
+            self._post(Lost(host, refused.why))
+        elif refused.worker in self._workers:
+            self._workers[refused.worker].why_refused = refused.why
+            self._post(Exited(refused.worker, refused.exit_code))
 
     def decide(self, outcome: JobOutcome) -> None:
         """Sets the outcome, unless there is an earlier cause."""
-        if self._last is not None:
-            self._last.decide(outcome)
-        else:
-            self._ending.decide(outcome)
+        self._judge.decide(outcome)
 
     def settle(self) -> None:
         """Names the worker that failed first, once nothing can follow."""
-        if self._last is not None:
-            self._last.settle()
+        self._judge.settle()
 
     # -------------------------------------------------------------------- time
 
     def time_left_s(self) -> float | None:
         """Returns the seconds until `time_passes` must be called, or None."""
-        if self._last is not None:
-            return self._last.time_left_s()
+        if self._is_over:
+            return self._judge.time_left_s()
         due = [
             self._membership.deadline_s(),
             self._hosts.due_s(self._membership.barred_until_s),
             self._late_at,
             self._hangs.due_s(),
-            min(self._kill_at.values(), default=None),
+            *(each.kill_at_s for each in self._workers.values()),
         ]
         first = min((at_s for at_s in due if at_s is not None), default=None)
         return None if first is None else max(0.0, first - self._now())
 
     def time_passes(self) -> None:
-        if self._last is not None:
-            self._last.time_passes()
+        if self._is_over:
+            self._judge.time_passes()
             return
         now_s = self._now()
-        if late := [worker for worker, at_s in self._kill_at.items() if at_s <= now_s]:
-            for worker in late:
-                del self._kill_at[worker]
-            self._signal_workers(late, signal.SIGKILL)
+        late = [each for each in self._workers.values() if each.kill_at_s is not None and each.kill_at_s <= now_s]
+        for each in late:
+            each.kill_at_s = None
+        if late:
+            self._ending.signal_workers([each.number for each in late], signal.SIGKILL)
         if self._late_at is not None and self._late_at <= now_s:
             self._late_at = None
             self._end_for_those_who_never_came()
@@ -351,14 +348,13 @@ class ElasticJob:
         if not absent or not self._decides():
             return
         hosts = ", ".join(dict.fromkeys(self._roster[number].host for number in absent))
-        self.decide(
+        self._end(
             JobOutcome(
                 1,
-                f"{self._roster.name(absent)} on {hosts} did not call hvd.init() within {self._start_timeout_s:g} s "
-                "(--start-timeout) of the first that did",
+                f"{self._roster.name(absent)} on {hosts} did not call hvd.init() within "
+                f"{self._hosts.start_timeout_s:g} s (--start-timeout) of the first that did",
             )
         )
-        self._end()
 
     # ------------------------------------------------------------------- hosts
 
@@ -368,17 +364,31 @@ class ElasticJob:
             return
         now_s, barred_until_s = self._now(), self._membership.barred_until_s
         self._hosts.connect(now_s, barred_until_s)
-        if not self._living and self._hosts.all_are_given_up(barred_until_s):
+        if not self._workers and self._hosts.all_are_given_up(barred_until_s):
             self._let_fail(
                 "no host is left: each has had a failure and gets no more workers (--blacklist-cooldown-range)"
             )
             return
-        # The first generation waits for all hosts, and does not begin with the one that answers first.
-        self._has_hosts = self._has_hosts or self._hosts.are_known
-        if self._has_hosts:
+        if self._hosts.have_been_known():
             usable = self._hosts.usable()
             self._do(self._membership.hosts_found(usable, now_s, are_wanted=self._hosts.are_wanted))
-        self._hosts.let_go({self._roster[number].host for number in self._living})
+        self._hosts.let_go({each.host for each in self._workers.values()})
+
+    def _give_up_hosts_that_are_cut_off(self) -> None:
+        generation = self._generation
+        host_of = {worker: host for worker, host in generation.host_of.items() if worker in self._workers}
+        if not generation.number or not self._decides():
+            return
+        # While all compute, the network may come back. Until they are connected, they wait for each other.
+        waiting = self._membership.waiting_for_ranks()
+        if not generation.connected.issuperset(host_of) or self._hangs.those_who_wait(waiting):
+            self._give_up(self._links.cut_off(host_of))
+
+    def _give_up(self, hosts: Iterable[CutOff]) -> None:
+        for host, why in hosts:
+            if self._hosts.give_up(host):
+                # `on_lost` hangs up on it, whereupon its agent kills all processes there.
+                self._post(Lost(host, why))
 
     # ----------------------------------------------------------------- actions
 
@@ -386,19 +396,18 @@ class ElasticJob:
         for action in actions:
             if not self._decides():
                 return
-            self._log(str(action))
+            self._ending.log(str(action))
             match action:
                 case StartWorker(worker, place):
                     self._start(worker, place)
                 case Publish(generation):
                     self._publish(generation)
                 case Notify(added, removed):
-                    assert self._published is not None, "there is somebody to notify"
-                    self._assignments.tell_of_hosts(self._published.number, added=added, removed=removed)
+                    self._assignments.tell_of_hosts(self._generation.number, added=added, removed=removed)
                 case Dismiss(worker, why):
-                    self._dismissed.add(worker)
-                    if self._is_member(worker):
-                        self._why_gone[worker] = f"{self._name(worker)} has left: {why}"
+                    self._workers[worker].is_dismissed = True
+                    if worker in self._generation.host_of:
+                        self._generation.why_gone[worker] = f"{self._name(worker)} has left: {why}"
                     self._assignments.give(worker, Dismissal(why))
                 case EndWorkers(workers, why, is_failure):
                     self._end_workers(workers, why, is_failure=is_failure)
@@ -407,16 +416,15 @@ class ElasticJob:
                 case EndJob(why, is_limit):
                     self._let_fail(why, is_limit=is_limit)
                 case JobDone():
-                    self.decide(JobOutcome())
-                    self._end()
+                    self._end(JobOutcome())
 
     def _start(self, worker: int, place: Place) -> None:
         self._roster.add(worker, place.host)
         self._ending.running.add(worker)
-        self._living.add(worker)
+        self._workers[worker] = RunningWorker(worker, place.host)
         self._screen.begin(worker)
         if self._late_at is not None:  # it has as long as those that were started before
-            self._late_at = self._now() + self._start_timeout_s
+            self._late_at = self._now() + self._hosts.start_timeout_s
         self._hosts.start(
             place.host, worker, elastic_environment(worker, place.host, place.slot, self._chaos_of(worker))
         )
@@ -425,73 +433,54 @@ class ElasticJob:
         for worker in workers:
             self._hangs.forget(worker)
         why = (
-            f"it did not respond for {self._hang_timeout_s:g} s (--hang-timeout), and others waited for it: its "
+            f"it did not respond for {self._hangs.limit_s:g} s (--hang-timeout), and others waited for it: its "
             "process was stopped, or a C extension held the interpreter's lock"
         )
         # At once: a stopped process keeps SIGTERM for later, and a Python handler has no turn in one that hangs.
         self._end_workers(workers, why, signal.SIGKILL, is_failure=True)
 
-    def _give_up_hosts_that_are_cut_off(self) -> None:
-        if self._published is None or not self._decides():
-            return
-        host_of = {each.worker: each.place.host for each in self._published.members if each.worker in self._living}
-        # While all compute, the network may come back. Until they are connected, they wait for each other.
-        if self._connected.issuperset(host_of) and not self._hangs.those_who_wait(self._membership.waiting_for_ranks()):
-            return
-        self._give_up(self._links.cut_off(host_of))
-
-    def _give_up(self, hosts: Iterable[CutOff]) -> None:
-        for host, why in hosts:
-            if host not in self._given_up:
-                self._given_up.add(host)
-                # `on_lost` hangs up on it, whereupon its agent kills all processes there.
-                self._post(Lost(host, why))
-
     def _end_workers(
         self, workers: Collection[int], why: str, signum: int = signal.SIGTERM, *, is_failure: bool = False
     ) -> None:
         """``is_failure``: see `EndWorkers`."""
-        self._told_to_end.update(dict.fromkeys(workers, why))
-        for worker in filter(self._is_member, workers):
-            words = self._why_gone.setdefault(worker, f"{self._name(worker)} was ended by hvdlite-run: {why}")
-            if is_failure:
-                self._last_failure, self._has_ended_members = words, True
-        self._kill_at.update(dict.fromkeys(workers, self._now() + FAILURE_GRACE_S))
-        self._signal_workers(workers, signum)
+        generation = self._generation
+        for number in workers:
+            worker = self._workers[number]
+            worker.why_signalled, worker.kill_at_s = why, self._now() + FAILURE_GRACE_S
+            if number in generation.host_of:
+                words = generation.why_gone.setdefault(number, f"{self._name(number)} was ended by hvdlite-run: {why}")
+                if is_failure:
+                    self._last_failure, generation.has_ended_members = words, True
+        self._ending.signal_workers(workers, signum)
 
     def _publish(self, generation: ElasticGeneration) -> None:
-        before = () if self._published is None else tuple(each.worker for each in self._published.members)
-        now = {each.worker: rank for rank, each in enumerate(generation.members)}
         self._count_failed_meetings()
         if not self._decides():
             return
-        gone = [worker for worker in before if worker not in now]
-        left = list(dict.fromkeys(self._why_gone.get(worker) or f"{self._names[worker]} has left" for worker in gone))
-        for worker in self._living:
+        before, now = self._generation, {each.worker: rank for rank, each in enumerate(generation.members)}
+        gone = {worker: f"{name} has left" for worker, name in before.names.items() if worker not in now}
+        left = list(dict.fromkeys(before.why_gone.get(worker) or words for worker, words in gone.items()))
+        for worker in self._workers:
             self._roster[worker].rank = now.get(worker)
             self._screen.set_rank(worker, now.get(worker))
-        came = [
-            f"worker {worker} joins as rank {rank} on {self._roster[worker].host}"
-            for worker, rank in now.items()
-            if worker not in before
-        ]
-        for end in self._ends:
+        for end in before.ends:
             if isinstance(end, Exited):
                 self._roster.remove(end.worker)
-        self._published, self._late_at = generation, None
+        host_of = {each.worker: each.place.host for each in generation.members}
+        names = {worker: self._name(worker) for worker in now}
+        self._generation, self._late_at = RunningGeneration(generation.number, host_of, names), None
         self._links.forget_all()
         self._refused.next_generation()
-        self._names = {worker: self._name(worker) for worker in now}
-        self._has_ended_members = False
-        for kept in (self._ends, self._why_gone, self._connected):
-            kept.clear()
+        came = [
+            f"worker {worker} joins as rank {rank} on {host_of[worker]}"
+            for worker, rank in now.items()
+            if worker not in before.host_of
+        ]
         ranks = "1 rank" if len(now) == 1 else f"{len(now)} ranks"
-        tell = self._screen.say if before else self._log
+        tell = self._screen.say if before.number else self._ending.log
         tell("; ".join([f"generation {generation.number}: {ranks}", *left, *came]))
-        if not before:
-            came = [
-                f"{name_workers(now)} on {', '.join(dict.fromkeys(each.place.host for each in generation.members))}"
-            ]
+        if not before.number:
+            came = [f"{name_workers(now)} on {', '.join(dict.fromkeys(host_of.values()))}"]
         self.table.add(GenerationRow(generation.number, self._now() - self._began_at, len(now), came, left))
         self._assignments.begin(generation.number)
         newcomers = sum(each.since == generation.number for each in generation.members)
@@ -500,78 +489,71 @@ class ElasticJob:
 
     def _count_failed_meetings(self) -> None:
         """Ends the job if several generations in a row cannot connect, though no rank is lost."""
-        if self._published is None:
-            return
-        self._failed_meetings = 0 if self._is_met() or self._why_gone else self._failed_meetings + 1
-        if self._failed_meetings >= MOST_FAILED_MEETINGS:
-            self.decide(
+        generation = self._generation
+        has_failed = generation.number > 0 and not generation.is_met and not generation.why_gone
+        failed = self._refused.failed_meetings = self._refused.failed_meetings + 1 if has_failed else 0
+        if failed >= MOST_FAILED_MEETINGS:
+            self._end(
                 JobOutcome(
                     1,
-                    f"the ranks of {self._failed_meetings} generations in a row called hvd.init(), but were not "
+                    f"the ranks of {failed} generations in a row called hvd.init(), but were not "
                     "connected to all others: is a firewall between the hosts, or is it the wrong network? See "
                     "hvdlite-run --check, and --network-interface",
                 )
             )
-            self._end()
 
     # -------------------------------------------------------------------- ends
 
     def _lose(self, workers: Collection[int], why: str) -> None:
         """Notes why workers are lost, and revokes their generation, so that no rank waits for them."""
-        members = () if self._published is None else tuple(each.worker for each in self._published.members)
-        lost = [worker for worker in workers if worker in members]
-        self._why_gone.update(dict.fromkeys(lost, why))
-        if lost and self._published is not None:
-            self._assignments.revoke(self._published.number, why)
+        generation = self._generation
+        if lost := [worker for worker in workers if worker in generation.host_of]:
+            generation.why_gone.update(dict.fromkeys(lost, why))
+            self._assignments.revoke(generation.number, why)
 
     def _forget(self, worker: int) -> None:
         """Deletes what the store has of a worker that has ended. The roster keeps it until it is reported."""
-        self._living.discard(worker)
         self._assignments.forget(worker)
         self._hangs.forget(worker)
         self._links.forget(worker)
-        self._kill_at.pop(worker, None)
 
     def _let_fail(self, why: str | None, *, is_limit: bool = False) -> None:
         """Ends the job since no generation can follow. Without ``why``, the ends of the workers explain it.
 
         ``is_limit``: the failure that led to it is told, too.
         """
-        self._is_over = True
+        generation = self._generation
         if why is not None:
-            self.decide(JobOutcome(1, f"{why}. {self._last_failure}" if is_limit and self._last_failure else why))
-            self._ending.end()
-            return
-        if self._has_ended_members:
+            self._end(JobOutcome(1, f"{why}. {self._last_failure}" if is_limit and self._last_failure else why))
+        elif generation.has_ended_members:
             # Not only those that have failed by themselves.
-            self.decide(JobOutcome(1, f"no rank is left: {'; '.join(dict.fromkeys(self._why_gone.values()))}"))
-            self._ending.end()
-            return
-        self._last = FirstFailure({}, self._ending, self._roster, start_timeout_s=self._start_timeout_s)
-        for end in self._ends:
-            if isinstance(end, Exited):
-                self._last.on_exit(end)
-            else:
-                self._last.on_lost(end)
-        if all(isinstance(end, Exited) and end.returncode == 0 for end in self._ends):
-            self.decide(JobOutcome(1, "; ".join(dict.fromkeys(self._why_gone.values())) or "all ranks were ended"))
-            self._ending.end()
+            self._end(JobOutcome(1, f"no rank is left: {generation.words_of_gone()}"))
+        else:
+            self._is_over = True
+            for end in generation.ends:
+                if isinstance(end, Exited):
+                    self._judge.on_exit(end)
+                else:
+                    self._judge.on_lost(end)
+            if all(isinstance(end, Exited) and end.returncode == 0 for end in generation.ends):
+                self._end(JobOutcome(1, generation.words_of_gone() or "all ranks were ended"))
 
-    def _end(self) -> None:
+    def _end(self, outcome: JobOutcome) -> None:
         self._is_over = True
+        self.decide(outcome)
         self._ending.end()
 
     def _decides(self) -> bool:
         """Whether the job still goes on; events after its end are ignored."""
         return not self._is_over and self._ending.outcome is None
 
-    def _words_of(self, end: Exited) -> str | None:
+    def _words_of(self, end: Exited, worker: RunningWorker) -> str | None:
         """Returns how a worker failed, named; None if it has not."""
         name = self._name(end.worker)
-        if end.worker in self._refusals:
-            return f"{name} could not be started: {self._refusals[end.worker]}"
-        if end.worker in self._told_to_end:
-            return f"{name} was ended by hvdlite-run: {self._told_to_end[end.worker]}"
+        if worker.why_refused is not None:
+            return f"{name} could not be started: {worker.why_refused}"
+        if worker.why_signalled is not None:
+            return f"{name} was ended by hvdlite-run: {worker.why_signalled}"
         if end.returncode == 0:
             return None
         if end.returncode < 0:
@@ -583,14 +565,6 @@ class ElasticJob:
         record = self._roster[worker]
         on = f" on {record.host}" if record.rank is None else f" (rank {record.rank} on {record.host})"
         return f"worker {worker}{on}"
-
-    def _is_met(self) -> bool:
-        """Whether all ranks of the last generation are connected."""
-        members = () if self._published is None else self._published.members
-        return bool(members) and self._connected.issuperset(each.worker for each in members)
-
-    def _is_member(self, worker: int) -> bool:
-        return self._published is not None and any(each.worker == worker for each in self._published.members)
 
     def _now(self) -> float:
         return self._ending.clock()

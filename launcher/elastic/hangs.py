@@ -62,7 +62,7 @@ class Hangs:
         tell: Callable[[Unresponsive], None] = lambda _: None,
     ) -> None:
         """``limit_s`` is --hang-timeout; 0 for never, which asks nothing. ``tell`` has a report taken."""
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._pause_s = min(limit_s / _ASKED_PER_LIMIT, _LONGEST_PAUSE_S)
         self._store = store
         self._clock = clock
@@ -72,7 +72,7 @@ class Hangs:
 
     def begin(self, worker: int) -> None:
         """Begins to ask a worker that has called hvd.init(), if it has not been asked before."""
-        if self._limit_s and worker not in self._asked:
+        if self.limit_s and worker not in self._asked:
             self._ask(worker, 0)
 
     def forget(self, worker: int) -> None:
@@ -109,9 +109,9 @@ class Hangs:
         for worker, asked in list(self._asked.items()):
             if asked.is_answered:
                 self._ask(worker, asked.number + 1, waits=asked.waits)
-        silent = self._awaited(waiting, now_s, self._limit_s)
-        if self._limit_s >= _LEAST_LIMIT_S:
-            for worker in self._awaited(waiting, now_s, self._limit_s - _REPORT_BEFORE_S):
+        silent = self._awaited(waiting, now_s, self.limit_s)
+        if self.limit_s >= _LEAST_LIMIT_S:
+            for worker in self._awaited(waiting, now_s, self.limit_s - _REPORT_BEFORE_S):
                 asked = self._asked[worker]
                 if not asked.is_told and worker not in silent:
                     self._tell(Unresponsive(worker, now_s - asked.at_s))

@@ -154,7 +154,7 @@ class Membership:
 
     def __init__(self, policy: Policy, jitter: Callable[[], float] = lambda: 0.0, rest_s: float = 0.0) -> None:
         """``jitter`` draws a number from 0 to 1, for cooldowns. ``rest_s``: see `HostSlots`."""
-        self._policy = policy
+        self.policy = policy
         self._slots = HostSlots(policy, jitter, rest_s)
         self._workers: dict[int, _Worker] = {}  # those that run
         self._next_worker = 0
@@ -229,7 +229,7 @@ class Membership:
         responses = Responses[Action](
             end_job=lambda: self._end(why), bar_host=lambda: self._bar(host, now_s), tell_of_empty_slot=lambda: ()
         )
-        actions = self._policy.on_failure.after_lost_host(responses) if lost else responses.bar_host()
+        actions = self.policy.on_failure.after_lost_host(responses) if lost else responses.bar_host()
         return [*actions, *self._go_on(now_s)]
 
     def barred_until_s(self, host: str) -> float:
@@ -279,7 +279,7 @@ class Membership:
             return
         taken = {each.place for each in self._workers.values()}
         room = (
-            self._most() + self._policy.spares - sum(1 for each in self._workers.values() if each.place.host in usable)
+            self._most() + self.policy.spares - sum(1 for each in self._workers.values() if each.place.host in usable)
         )
         for host, slots in usable.items():
             for slot in range(slots):
@@ -338,7 +338,7 @@ class Membership:
             return
         if self.current is not None and not members:
             barred = ", ".join(self._slots.barred())
-            words = self._policy.on_failure.words_without_hosts(barred)
+            words = self.policy.on_failure.words_without_hosts(barred)
             if words is not None and barred and not self._slots.usable():
                 yield Say(words)
             if self._causes and (idle := self._started()):
@@ -385,7 +385,7 @@ class Membership:
         Workers that are to join can only wait: without the late members there would be nothing to join.
         """
         what = _WaitFor.LATE if leaving else _WaitFor.STATE
-        limit_s = self._policy.elastic_timeout_s if leaving else math.inf
+        limit_s = self.policy.elastic_timeout_s if leaving else math.inf
         waiting = leaving or self._waiting_joiners()
         if not waiting:
             return
@@ -411,7 +411,7 @@ class Membership:
 
     def _end_late(self, late: Sequence[_Worker], waiting: Sequence[_Worker], now_s: float) -> Iterator[Action]:
         why = (
-            f"did not come to the next generation within {self._policy.elastic_timeout_s:g} s (--elastic-timeout) of "
+            f"did not come to the next generation within {self.policy.elastic_timeout_s:g} s (--elastic-timeout) of "
             f"the first that did: {_names(waiting)} waited"
         )
         self._causes.append(f"{_names(late)} {why}")
@@ -473,7 +473,7 @@ class Membership:
 
     def _publish(self, candidates: Iterable[_Worker]) -> Iterator[Action]:
         number = 1 if self.current is None else self.current.number + 1
-        limit = self._policy.reset_limit
+        limit = self.policy.reset_limit
         if limit is not None and number - 1 > limit:
             yield from self._end(f"--reset-limit {limit}: the ranks have changed more often", is_limit=True)
             return
@@ -489,7 +489,7 @@ class Membership:
 
     def _wait_for_more(self, wait: _Wait | None, now_s: float) -> Iterator[Action]:
         """Waits until there are enough workers. It waits twice as long if enough of them have been started."""
-        limit_s, times = self._policy.elastic_timeout_s, "--elastic-timeout"
+        limit_s, times = self.policy.elastic_timeout_s, "--elastic-timeout"
         if wait is None or wait.what is not _WaitFor.MORE:
             wait = _Wait(_WaitFor.MORE, since_s=now_s)
             yield Say(
@@ -529,7 +529,7 @@ class Membership:
         """Applies the policy after a worker has failed; ``why`` is the reason if the job ends."""
         place = worker.place
         self._slots.count_failed_worker(place, now_s, was_rank=worker.since is not None)
-        yield from self._policy.on_failure.after_failure(
+        yield from self.policy.on_failure.after_failure(
             Responses[Action](
                 end_job=lambda: self._end(why),
                 # The host of a worker that fails when others are done is not needed any more.
@@ -544,7 +544,7 @@ class Membership:
         failed = _count(self._slots.failures_in(place), "worker")
         yield Say(
             f"{place} stays empty for {self._slots.filled_again_s(place) - now_s:.0f} s: {failed} failed in it within "
-            f"{self._policy.restart_window_s:g} s (--max-restarts {self._policy.max_restarts})"
+            f"{self.policy.restart_window_s:g} s (--max-restarts {self.policy.max_restarts})"
         )
 
     def _bar(self, host: str, now_s: float) -> Iterator[Action]:
@@ -565,15 +565,15 @@ class Membership:
 
     def _least(self) -> int:
         """The number of workers that the next generation needs."""
-        start = self._policy.start_np
-        return self._policy.min_np if start is None or self.current is not None else start
+        start = self.policy.start_np
+        return self.policy.min_np if start is None or self.current is not None else start
 
     def _words_of_least(self) -> str:
-        flag = "--min-np" if self._least() == self._policy.min_np else "-np"
+        flag = "--min-np" if self._least() == self.policy.min_np else "-np"
         return f"at least {_count(self._least(), 'worker')} ({flag})"
 
     def _most(self) -> int:
-        return self._policy.max_np if self._policy.max_np is not None else 1 << 30
+        return self.policy.max_np if self.policy.max_np is not None else 1 << 30
 
     def _is_member(self, worker: _Worker) -> bool:
         return self.current is not None and any(each.worker == worker.number for each in self.current.members)

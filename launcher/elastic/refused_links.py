@@ -29,6 +29,10 @@ class RefusedLinks:
     """Which hosts refuse which, by the generations that have failed since all ranks were connected."""
 
     def __init__(self) -> None:
+        self.have_met = False
+        """Whether all ranks of any generation were connected."""
+        self.failed_meetings = 0
+        """How many generations in a row could not connect, though no rank was lost: set by `elastic_job`."""
         self._times: Counter[frozenset[str]] = Counter()
         self._said: list[Said] = []  # in this generation
         self._counted: set[frozenset[str]] = set()
@@ -40,6 +44,7 @@ class RefusedLinks:
 
     def forget_all(self) -> None:
         """All ranks are connected: earlier refusals do not count any more."""
+        self.have_met = True
         self.next_generation()
         self._times.clear()
 

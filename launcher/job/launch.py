@@ -17,13 +17,12 @@ from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
 from ..agents.agent_group import AGENT_S, Agents
-from ..elastic.chaos_job import ASKS, ChaosFaults, ChaosJob, asked_fault
 from ..elastic.discovery import Discovery
 from ..elastic.elastic_hosts import ElasticHosts
 from ..elastic.elastic_job import ElasticJob
+from ..elastic.job_faults import ASKS, JobFaults, asked_fault
 from ..elastic.membership import REST_S, Membership
 from ..errors import UsageError, why_not_written
-from ..plan.chaos_spec import ChaosSpec
 from ..plan.hosts import AUTO, Host, count_auto_slots, each_machine_once
 from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot, plan_slots
@@ -51,7 +50,6 @@ from ..system.terminal_text import say
 from ..system.whole_files import replace_file, require_directory, require_writable
 from ..wire.messages import (
     Event,
-    FaultAsked,
     HostsFound,
     Interrupted,
     ReportAsked,
@@ -122,7 +120,7 @@ def launch(job: JobSpec, store: Store | None = None) -> JobOutcome:
         )
         views = _Views(job, running, agents, view)
         apart = TrainedApart(running.roster, running=lambda: running.ending.running)
-        observers = [*views.observers, apart]
+        observers = [*running.observers, *views.observers, apart]
         if job.elastic is None:
             observers.append(
                 LateStart(
@@ -135,13 +133,10 @@ def launch(job: JobSpec, store: Store | None = None) -> JobOutcome:
         supervisor = Supervisor(
             running.judgement,
             running.ending,
-            running.roster,
             reports,
             send_input=send_input,
             stdin=Stdin(events),
             screen=screen,
-            log=log,
-            on_fault=running.on_fault,
             observers=observers,
         )
         outcome = supervisor.run(events)
@@ -171,7 +166,7 @@ class _Running:
     judgement: Judgement
     report: Callable[[], str]
     table: GenerationTable | None = None
-    on_fault: Callable[[FaultAsked], None] = lambda _: None
+    observers: Sequence[Observer] = ()
     ranks: Mapping[int, int] = field(default_factory=dict)
     """The rank of each worker, by its number; none in an elastic job: those that it has lost are no ranks any more."""
 
@@ -273,7 +268,7 @@ def _start_static(
     agents.start(slots, hellos)
     ending = _ending(job, roster, agents, screen, log)
     ending.running.update(workers)
-    judgement = FirstFailure(workers, ending, roster, start_timeout_s=job.start_timeout_s)
+    judgement = FirstFailure(workers, ending, start_timeout_s=job.start_timeout_s)
     ranks = {number: slot.rank for number, slot in workers.items()}
     return _Running(screen, log, roster, ending, judgement, report=str, ranks=ranks)
 
@@ -302,59 +297,41 @@ def _start_elastic(
     roster = Roster()
     ending = _ending(job, roster, agents, screen, log)
     hosts = ElasticHosts(agents, start_timeout_s=job.start_timeout_s, say=screen.say)
-    policy, chaos = job.elastic.policy, job.elastic.chaos
-    membership = Membership(policy, random.random, REST_S)
-    faults = ChaosFaults(chaos or ChaosSpec(), policy.first_np)
+    membership, chaos = Membership(job.elastic.policy, random.random, REST_S), job.elastic.chaos
+    faults = None if chaos is None else JobFaults(chaos, membership, ending, store=store, hosts=agents)
     judgement = ElasticJob(
         membership,
         hosts,
         ending,
-        roster,
         store=store,
         screen=screen,
-        signal_workers=agents.signal,
-        log=log,
-        here=agents.label_here,
-        start_timeout_s=job.start_timeout_s,
         hang_timeout_s=job.elastic.hang_timeout_s,
         post=events.put,
-        chaos_of=faults.variable_of,
+        chaos_of=(lambda _: "") if faults is None else faults.variable_of,
     )
     if job.elastic.discovery is None:
         events.put(HostsFound({host.label: host.slots for host in job.hosts}))
     else:
         to_close.enter_context(Discovery(job.elastic.discovery, events.put, screen.say))
     table = judgement.table
-    if chaos is None:
+    if chaos is None or faults is None:
         return _Running(screen, log, roster, ending, judgement, report=table.text, table=table)
-    with_faults = ChaosJob(
-        judgement,
-        chaos,
-        faults,
-        policy=policy,
-        membership=membership,
-        roster=roster,
-        store=store,
-        hosts=agents,
-        say=screen.say,
-        clock=ending.clock,
-    )
 
     def note(key: bytes, value: bytes) -> None:
         if (asked := asked_fault(key, value)) is not None:
             events.put(asked)
 
     def report() -> str:
-        final = with_faults.final_report()
+        final = faults.final_report()
         if chaos.report_file is not None:
             try:
                 replace_file(chaos.report_file, json.dumps(final.data(), indent=1) + "\n")
             except OSError as error:
                 screen.say(f"--chaos-report {chaos.report_file}: cannot be written: {why_not_written(error)}")
-        return "\n".join(filter(None, [judgement.table.text(), final.text()]))
+        return "\n".join(filter(None, [table.text(), final.text()]))
 
     store.watch(ASKS, note)
-    return _Running(screen, log, roster, ending, with_faults, report, table, with_faults.on_fault)
+    return _Running(screen, log, roster, ending, judgement, report, table, observers=(faults,))
 
 
 def _ending(job: JobSpec, roster: Roster, agents: Agents, screen: Screen, log: Callable[[str], None]) -> Ending:

@@ -53,7 +53,6 @@ from ..wire.messages import (
 )
 from ..workers.ending import Ending
 from ..workers.failure_message import JobOutcome
-from ..workers.roster import Roster
 
 
 class Screen(Protocol):
@@ -116,29 +115,21 @@ class Supervisor:
         self,
         judgement: Judgement,
         ending: Ending,
-        roster: Roster,
         reports: Reports,
         *,
         send_input: Callable[[int, bytes], None],
         stdin: Input,
         screen: Screen,
-        log: Callable[[str], None],
-        on_fault: Callable[[FaultAsked], None] = lambda _: None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        """``log`` is called with messages that only ``--verbose`` shows, ``on_fault`` with what
-        workers ask and say about faults.
-        """
         self._judgement = judgement
         self._ending = ending
-        self._roster = roster
+        self._roster = ending.roster
         self._reports = reports
         self._send_input = send_input
         self._stdin = stdin
         self._input_for = 0  # the worker that asked for input last
         self._screen = screen
-        self._log = log
-        self._on_fault = on_fault
         self._observers = observers
 
     def run(self, events: SimpleQueue[Event]) -> JobOutcome:
@@ -183,15 +174,15 @@ class Supervisor:
                 self._screen.show(event)
             case Started():
                 self._roster[event.worker].pid = event.pid
-                self._log(f"{self._name(event.worker)} is pid {event.pid} on {self._roster[event.worker].host}")
+                self._ending.log(f"{self._name(event.worker)} is pid {event.pid} on {self._roster[event.worker].host}")
             case InitStarted():
                 self._judgement.on_init(event)
             case InitDone():
-                self._log(f"{self._name(event.worker)} is connected")
+                self._ending.log(f"{self._name(event.worker)} is connected")
                 self._judgement.on_init(event)
             case InitFailed():
                 what = "stands by" if event.after == 0 else "left hvd.init() with an exception"
-                self._log(f"{self._name(event.worker)} {what}")
+                self._ending.log(f"{self._name(event.worker)} {what}")
                 self._judgement.on_init(event)
             case Alive():
                 self._judgement.on_alive(event)
@@ -201,7 +192,7 @@ class Supervisor:
                 self._reports.on_unresponsive(event)
             case Reported():
                 self._reports.on_reported(event)
-            case Progressed() | WatchAsked() | PeakMemory():
+            case Progressed() | WatchAsked() | PeakMemory() | FaultAsked():
                 pass  # for observers
             case ReportAsked():
                 self._reports.on_asked(event)
@@ -214,7 +205,7 @@ class Supervisor:
                 self._screen.finish(event.worker)
                 self._ending.running.discard(event.worker)
                 self._reports.on_exit(event.worker)
-                self._log(f"{self._name(event.worker)} ended with exit code {shell_code(event.returncode)}")
+                self._ending.log(f"{self._name(event.worker)} ended with exit code {shell_code(event.returncode)}")
                 self._judgement.on_exit(event)
             case Refused():
                 self._judgement.on_refused(event)
@@ -235,8 +226,6 @@ class Supervisor:
                     self._ending.effect_of = signal.SIGHUP
                 self._judgement.decide(JobOutcome.without_screen(event))
                 self._ending.end()
-            case FaultAsked():
-                self._on_fault(event)
             case HostsFound() | DiscoveryFailed() | Answered() | NotThereYet():
                 self._judgement.on_hosts(event)
             case ScreenDone():

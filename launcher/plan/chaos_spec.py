@@ -4,7 +4,7 @@
     seed=3,every=20,faults=kill+segv,points=vote+voted,count=10   drawn from a seed, about one each 20 steps
     seed=3,every=30s,faults=kill+stop                          the same by the clock
 
-`cli.elastic_flags` parses it, and `elastic.chaos_job` carries it out. A worker finds its own faults in HVDLITE_CHAOS,
+`cli.elastic_flags` parses it, and `elastic.job_faults` carries it out. A worker finds its own faults in HVDLITE_CHAOS,
 as `worker_form` writes them: ``kill@vote:7,segv@voted:9``. Nothing here has a clock or a state: equal seeds give equal
 faults.
 """

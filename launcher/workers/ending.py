@@ -43,10 +43,10 @@ class Ending:
 
         ``say`` shows a message; ``log`` shows one with ``--verbose`` only.
         """
-        self._roster = roster
-        self._signal_workers = signal_workers
-        self._say = say
-        self._log = log
+        self.roster = roster
+        self.signal_workers = signal_workers
+        self.say = say
+        self.log = log
         self._grace = grace
         self.clock = clock
         self.running: set[int] = set()
@@ -72,11 +72,11 @@ class Ending:
         if self.outcome is not None:
             return
         if not self.running:
-            self._say(f"{signal_name(signum)}: no worker runs that it could be passed on to")
+            self.say(f"{signal_name(signum)}: no worker runs that it could be passed on to")
         else:
             count = f"{len(self.running)} worker{'s' if len(self.running) > 1 else ''}"
-            self._say(f"{signal_name(signum)} passed on to {count}, to the processes that handle it")
-            self._signal_workers(self.running, signum)
+            self.say(f"{signal_name(signum)} passed on to {count}, to the processes that handle it")
+            self.signal_workers(self.running, signum)
 
     def interrupt(self, signum: int, at_s: float | None = None) -> None:
         """Passes the launcher's first signal on to the workers. A later one, or one while the job ends, kills them.
@@ -94,18 +94,18 @@ class Ending:
         if self.outcome is not None and not is_effect:
             self.outcome = replace(self.outcome, hasty=True)
             if not self.has_killed:
-                self._say(f"{name}: {workers} killed at once")
+                self.say(f"{name}: {workers} killed at once")
                 self._kill()
             return
         self.outcome = JobOutcome(128 + signum, hasty=True)
         if not self.running:
             return
         if self._grace == 0:
-            self._say(f"{name}: {workers} killed at once (--grace 0)")
+            self.say(f"{name}: {workers} killed at once (--grace 0)")
             self._kill()
             return
         again = "Ctrl-C again" if signum == signal.SIGINT else "a second signal"
-        self._say(
+        self.say(
             f"{name} passed on to {workers}: what still runs in {self._grace:g} s is "
             f"killed ({again}: at once; --grace sets the time)"
         )
@@ -124,20 +124,20 @@ class Ending:
             return
         if not self._is_ending:
             self._is_ending = True
-            self._log(f"{signal_name(signum)} to {self._roster.name(self.running)}, SIGKILL in {grace:g} s")
-            self._signal_workers(sorted(self.running), signum)
+            self.log(f"{signal_name(signum)} to {self.roster.name(self.running)}, SIGKILL in {grace:g} s")
+            self.signal_workers(sorted(self.running), signum)
         self._set_alarm(grace, self._end_grace)
 
     def _end_grace(self) -> None:
         # The user gave workers this time for a checkpoint, and should know that it was too short.
         if self._signalled_at is not None:
-            self._say(f"{self._roster.name(self.running)} still ran after {self._grace:g} s: killed (--grace)")
+            self.say(f"{self.roster.name(self.running)} still ran after {self._grace:g} s: killed (--grace)")
         self._kill()
 
     def _kill(self) -> None:
         self._is_ending = self.has_killed = True
-        self._log(f"SIGKILL to {self._roster.name(self.running)}")
-        self._signal_workers(sorted(self.running), signal.SIGKILL)
+        self.log(f"SIGKILL to {self.roster.name(self.running)}")
+        self.signal_workers(sorted(self.running), signal.SIGKILL)
         self._set_alarm(GIVE_UP_S, self._give_up)
 
     def _give_up(self) -> None:

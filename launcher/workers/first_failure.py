@@ -17,7 +17,6 @@ from ..wire.messages import Alive, Exited, HostEvent, InitDone, InitFailed, Init
 from .ending import Ending
 from .failure_message import JobOutcome, failure_message
 from .init_calls import InitCalls
-from .roster import Roster
 
 # A worker that reports that it only lost a peer counts as the cause if no other fails within this time, which a peer
 # with closed sockets may need to end. With FAILURE_GRACE_S it is below the 5 s that ending a failed job may take.
@@ -32,13 +31,13 @@ SAME_TIME_S = 0.5
 class FirstFailure:
     """Judges one event after another. The first cause that it finds ends the job."""
 
-    def __init__(self, workers: Mapping[int, Slot], ending: Ending, roster: Roster, *, start_timeout_s: float) -> None:
+    def __init__(self, workers: Mapping[int, Slot], ending: Ending, *, start_timeout_s: float) -> None:
         """``workers`` are all workers of the job, by their numbers.
 
         ``start_timeout_s``: how long after the first hvd.init() all ranks must be connected.
         """
         self._ending = ending
-        self._roster = roster
+        self._roster = ending.roster
         self._here = {slot.host.label for slot in workers.values() if slot.host.is_here}
         self._done: list[int] = []  # those with exit code 0, in order
         self._init_calls = InitCalls(workers, start_timeout_s, ending.clock)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hvdlite_launcher.cli.hvdlite_run import job_of, read_flags
-from hvdlite_launcher.elastic.chaos_job import ChaosReport, Record
+from hvdlite_launcher.elastic.job_faults import ChaosReport, Record
 from hvdlite_launcher.errors import UsageError
 from hvdlite_launcher.plan.chaos_spec import POINTS, ChaosFault, parse_chaos, worker_form
 

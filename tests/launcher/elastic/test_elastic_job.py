@@ -81,13 +81,8 @@ class Played:
             Membership(Policy(**{"min_np": 1, **policy})),
             ElasticHosts(self, start_timeout_s=START_TIMEOUT_S, say=self.say),
             self.ending,
-            roster,
             store=self.store,
             screen=self,
-            signal_workers=self._signal,
-            log=lambda _: None,
-            here=lambda: "a",
-            start_timeout_s=START_TIMEOUT_S,
             hang_timeout_s=hang_timeout_s,
             post=lambda lost: self._script.insert(0, lost),
         )
@@ -102,12 +97,10 @@ class Played:
         supervisor = Supervisor(
             self.job,
             self.ending,
-            roster,
             reports,
             send_input=None,
             stdin=None,
             screen=self,
-            log=lambda _: None,
             observers=(self,),
         )
         self.outcome = None
@@ -147,6 +140,9 @@ class Played:
 
     def connect_later(self, label, slots):
         self.connected.append(label)
+
+    def label_here(self):
+        return "a"
 
     def leave(self, label):
         self.left.append(label)

@@ -76,13 +76,8 @@ class Simulated:
             Membership(Policy(**policy)),
             ElasticHosts(self, start_timeout_s=60, say=_nothing),
             self.ending,
-            self.roster,
             store=self.store,
             screen=self,
-            signal_workers=self._signal,
-            log=_nothing,
-            here=lambda: "a",
-            start_timeout_s=60,
             hang_timeout_s=0,
             post=_nothing,
         )

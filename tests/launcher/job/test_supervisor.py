@@ -95,7 +95,7 @@ class Played:
             clock=lambda: self._now,
         )
         ending.running.update(workers)
-        judgement = FirstFailure(workers, ending, roster, start_timeout_s=60)
+        judgement = FirstFailure(workers, ending, start_timeout_s=60)
         reports = Reports(
             ask=lambda _: None,
             running=lambda: ending.running,
@@ -109,12 +109,10 @@ class Played:
         supervisor = Supervisor(
             judgement,
             ending,
-            roster,
             reports,
             send_input=self._send,
             stdin=self,
             screen=self,
-            log=lambda text: None,
             observers=observers,
         )
         self.outcome = supervisor.run(self)

@@ -1,37 +1,24 @@
-"""`ChaosJob`: an elastic job in which faults are caused on purpose (``--chaos``), with a report on each.
+"""`JobFaults`: the faults that are caused on purpose in an elastic job (``--chaos``), with a report on each.
 
     a worker at a point ── chaos/ask/<worker> ── may it? ── chaos/answer/<worker>/<n>: now, later ── it has its fault
-    events ──► ChaosJob ──► ElasticJob                  └── Record: where it happened, and how the worker ended
+    events ──► JobFaults ──► Record: where it happened, and how the worker ended
 
-It has the methods of `supervisor.Judgement`, and passes every event on to the `ElasticJob`. A worker waits for the
-answer before its fault, so the report has each. Faults by the clock, and those of a host, are caused from here.
+`supervisor` tells it of all events, before the job's judgement. A worker waits for the answer before its fault, so the
+report has each. Faults by the clock, and those of a host, are caused from here.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from ..plan.chaos_spec import OF_A_HOST, ChaosFault, ChaosSpec, worker_form
-from ..plan.elastic_spec import Policy
 from ..system.signals import signal_name
 from ..system.table import table
-from ..wire.messages import (
-    Alive,
-    Exited,
-    FaultAsked,
-    HostEvent,
-    InitDone,
-    InitFailed,
-    InitStarted,
-    Lost,
-    Refused,
-)
-from ..workers.failure_message import JobOutcome
-from ..workers.roster import Roster
-from .elastic_job import ElasticJob
+from ..wire.messages import Event, Exited, FaultAsked, InitDone, Lost
+from ..workers.ending import Ending
 from .membership import Member, Membership
 from .rank_assignments import Store
 
@@ -100,50 +87,20 @@ class Hosts(Protocol):
     def kill_agent(self, label: str) -> None: ...
 
 
-class ChaosFaults:
-    """The faults that each worker was given, by its number."""
+class JobFaults:
+    """The faults of one elastic job: which each worker was given, which have happened, and those by the clock."""
 
-    def __init__(self, spec: ChaosSpec, first_np: int) -> None:
+    def __init__(self, spec: ChaosSpec, membership: Membership, ending: Ending, *, store: Store, hosts: Hosts) -> None:
         self._spec = spec
-        self._first_np = first_np
-        self.given: dict[int, tuple[ChaosFault, ...]] = {}
-
-    def variable_of(self, worker: int) -> str:
-        """Returns the HVDLITE_CHAOS of a worker that is started now."""
-        self.given[worker] = self._spec.of_worker(worker, self._first_np)
-        return worker_form(self.given[worker])
-
-
-class ChaosJob:
-    """One elastic job with faults, while it runs."""
-
-    def __init__(
-        self,
-        job: ElasticJob,
-        spec: ChaosSpec,
-        faults: ChaosFaults,
-        *,
-        policy: Policy,
-        membership: Membership,
-        roster: Roster,
-        store: Store,
-        hosts: Hosts,
-        say: Callable[[str], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self._job = job
-        self._spec = spec
-        self._faults = faults
-        self._policy = policy
         self._membership = membership
-        self._roster = roster
+        self._ending = ending
+        self._roster = ending.roster
         self._store = store
         self._hosts = hosts
-        self._say = say
-        self._clock = clock
-        self._began_at = clock()
-        self._gone: set[int] = set()  # the workers that have ended
-        self._has_done = False  # whether one has ended with exit code 0
+        self._began_at = ending.clock()
+        self._has_done = False  # whether a worker has ended with exit code 0
+        self.given: dict[int, tuple[ChaosFault, ...]] = {}
+        """The faults that each worker was given, by its number."""
         self._begun: set[ChaosFault] = set()
         self._records: dict[int, Record] = {}  # the last fault of each worker
         self._clock_from: float | None = None
@@ -152,11 +109,36 @@ class ChaosJob:
         self._seeded_count = 0
         self.report = ChaosReport()
 
+    def variable_of(self, worker: int) -> str:
+        """Returns the HVDLITE_CHAOS of a worker that is started now."""
+        self.given[worker] = self._spec.of_worker(worker, self._membership.policy.first_np)
+        return worker_form(self.given[worker])
+
+    def on_event(self, event: Event) -> None:
+        match event:
+            case FaultAsked():
+                self._answer(event)
+            case InitDone() if self._clock_from is None:
+                self._clock_from = self._ending.clock()
+            case Exited() if event.worker in self._roster:
+                self._has_done = self._has_done or event.returncode == 0
+                code = event.returncode
+                self._ends([event.worker], f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}")
+            case Lost():
+                self._ends(self._roster.on_host(event.host), f"lost with {event.host}")
+            case _:
+                pass
+
+    def _ends(self, workers: Collection[int], how: str) -> None:
+        for worker in workers:
+            if worker in self._records:
+                self._records[worker].end = how
+
     # -- asked by workers
 
-    def on_fault(self, asked: FaultAsked) -> None:
+    def _answer(self, asked: FaultAsked) -> None:
         """Answers a worker that asks for its fault."""
-        given = self._faults.given.get(asked.worker, ())
+        given = self.given.get(asked.worker, ())
         if asked.worker not in self._roster or asked.index >= len(given):
             return
         fault = given[asked.index]
@@ -189,11 +171,12 @@ class ChaosJob:
             return False
         takes_host = kind in OF_A_HOST
         left = [each for each in members if each != own and not (takes_host and each.place.host == own.place.host)]
-        if len(left) >= self._policy.min_np:
+        policy = self._membership.policy
+        if len(left) >= policy.min_np:
             return True
-        # A job that needs all of its workers waits for each replacement: then one at a time.
-        is_whole = len(members) >= self._policy.first_np and self._policy.on_failure.replaces
-        return bool(left) and is_whole and self._policy.first_np == self._policy.min_np
+        # If --min-np equals -np, one fault at a time: the job waits for each replacement.
+        is_whole = len(members) >= policy.first_np and policy.on_failure.replaces
+        return bool(left) and is_whole and policy.first_np == policy.min_np
 
     def _members(self) -> list[Member]:
         """Returns the ranks of the current generation that are there and have no fault."""
@@ -201,13 +184,14 @@ class ChaosJob:
         if current is None:
             return []
         faulty = {worker for worker, record in self._records.items() if record.generation >= current.number}
-        return [each for each in current.members if each.worker not in self._gone | faulty]
+        running = self._ending.running - faulty
+        return [each for each in current.members if each.worker in running]
 
     def _begin(self, kind: str, worker: int, *, fault: ChaosFault | None = None, step: int | None = None) -> None:
         current, known = self._membership.current, self._roster[worker]
         is_seeded = fault is None or fault.is_seeded
         record = Record(
-            at_s=round(self._clock() - self._began_at, 3),
+            at_s=round(self._ending.clock() - self._began_at, 3),
             kind=kind,
             point=None if fault is None else fault.point,
             step=step,
@@ -223,7 +207,7 @@ class ChaosJob:
         if fault is not None:
             self._begun.add(fault)
         where = "by the clock" if fault is None else f"at {fault.point!r} in its step {step}"
-        self._say(f"chaos: {kind} of worker {worker} on {known.host} {where}")
+        self._ending.say(f"chaos: {kind} of worker {worker} on {known.host} {where}")
 
     def _end_host(self, kind: str, worker: int) -> None:
         host = self._roster[worker].host
@@ -234,28 +218,23 @@ class ChaosJob:
     # -- by the clock
 
     def time_left_s(self) -> float | None:
-        due = [self._job.time_left_s(), self._clock_left_s()]
-        return min((left_s for left_s in due if left_s is not None), default=None)
-
-    def time_passes(self) -> None:
-        if (left_s := self._clock_left_s()) is not None and left_s <= 0:
-            self._fault_by_clock()
-        self._job.time_passes()
-
-    def _clock_left_s(self) -> float | None:
+        """Returns the seconds until the next fault by the clock; None if none comes, as once the job ends."""
         seeded = self._spec.seeded
         if seeded is None or seeded.every_s is None or self._clock_from is None or not self._is_left():
             return None
+        if self._ending.outcome is not None:
+            return None
         due_at = self._clock_from + seeded.by_clock(self._clock_number).at_s
-        return max(0.0, max(due_at, self._retry_at or due_at) - self._clock())
+        return max(0.0, max(due_at, self._retry_at or due_at) - self._ending.clock())
 
-    def _fault_by_clock(self) -> None:
+    def time_passes(self) -> None:
+        """Causes the next fault by the clock."""
         assert self._spec.seeded is not None, "there is one"
         drawn = self._spec.seeded.by_clock(self._clock_number)
         members = sorted(each.worker for each in self._members())
         worker = members[int(drawn.share * len(members))] if members else None
         if worker is None or not self._leaves_enough(worker, drawn.kind):
-            self._retry_at = self._clock() + _RETRY_S
+            self._retry_at = self._ending.clock() + _RETRY_S
             return
         self._clock_number, self._retry_at = self._clock_number + 1, None
         self._begin(drawn.kind, worker)
@@ -264,34 +243,11 @@ class ChaosJob:
         else:
             self._end_host(drawn.kind, worker)
 
-    # -- what became of it
-
-    def on_init(self, event: InitStarted | InitDone | InitFailed) -> None:
-        self._job.on_init(event)
-        if self._clock_from is None and isinstance(event, InitDone):
-            self._clock_from = self._clock()
-
-    def on_exit(self, end: Exited) -> None:
-        if (record := self._records.get(end.worker)) is not None:
-            code = end.returncode
-            record.end = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
-        self._has_done = self._has_done or end.returncode == 0
-        self._gone.add(end.worker)
-        self._job.on_exit(end)
-
-    def on_lost(self, lost: Lost) -> None:
-        workers = self._roster.on_host(lost.host)
-        for worker in workers:
-            if worker in self._records:
-                self._records[worker].end = f"lost with {lost.host}"
-        self._gone.update(workers)
-        self._job.on_lost(lost)
-
     def final_report(self) -> ChaosReport:
         """Returns the report at the job's end, with the faults that never came."""
         for fault in self._spec.faults:
             if fault not in self._begun:
-                why = "the job ended first" if fault.worker in self._faults.given else "it was never started"
+                why = "the job ended first" if fault.worker in self.given else "it was never started"
                 self.report.never.append(f"{fault} never came: worker {fault.worker} did not reach it, {why}")
         seeded = self._spec.seeded
         if seeded is not None and seeded.count is not None and self._seeded_count < seeded.count:
@@ -299,31 +255,6 @@ class ChaosJob:
                 f"{seeded.count - self._seeded_count} of {seeded.count} seeded faults never came: the job ended first"
             )
         return self.report
-
-    # -- passed on
-
-    @property
-    def goes_on(self) -> bool:
-        return self._job.goes_on
-
-    @property
-    def knows_failure(self) -> bool:
-        return self._job.knows_failure
-
-    def on_alive(self, alive: Alive) -> None:
-        self._job.on_alive(alive)
-
-    def on_refused(self, refused: Refused) -> None:
-        self._job.on_refused(refused)
-
-    def on_hosts(self, event: HostEvent) -> None:
-        self._job.on_hosts(event)
-
-    def decide(self, outcome: JobOutcome) -> None:
-        self._job.decide(outcome)
-
-    def settle(self) -> None:
-        self._job.settle()
 
 
 def asked_fault(key: bytes, value: bytes) -> FaultAsked | None:

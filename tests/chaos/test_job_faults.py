@@ -7,9 +7,9 @@ import signal
 from queue import Empty
 
 import pytest
-from hvdlite_launcher.elastic.chaos_job import ChaosFaults, ChaosJob, asked_fault
 from hvdlite_launcher.elastic.elastic_hosts import ElasticHosts
 from hvdlite_launcher.elastic.elastic_job import ElasticJob
+from hvdlite_launcher.elastic.job_faults import JobFaults, asked_fault
 from hvdlite_launcher.elastic.membership import Membership
 from hvdlite_launcher.job.supervisor import Supervisor
 from hvdlite_launcher.plan.chaos_spec import parse_chaos
@@ -50,35 +50,18 @@ class Played:
         rules = Policy(**{"min_np": 1, "on_failure": ON_FAILURE["shrink"], **policy})
         membership, roster, spec = Membership(rules), Roster(), parse_chaos(specs)
         ending = Ending(roster, signal_workers=self.signal, say=self.say, log=_nothing, grace=30, clock=self._now)
-        faults = ChaosFaults(spec, rules.first_np)
+        faults = JobFaults(spec, membership, ending, store=self.store, hosts=self)
         job = ElasticJob(
             membership,
             ElasticHosts(self, start_timeout_s=60, say=self.say),
             ending,
-            roster,
             store=self.store,
             screen=self,
-            signal_workers=self.signal,
-            log=_nothing,
-            here=lambda: "a",
-            start_timeout_s=60,
             hang_timeout_s=0,
             post=_nothing,
             chaos_of=faults.variable_of,
         )
         self.variables: dict[int, str] = faults.given
-        chaos = ChaosJob(
-            job,
-            spec,
-            faults,
-            policy=rules,
-            membership=membership,
-            roster=roster,
-            store=self.store,
-            hosts=self,
-            say=self.say,
-            clock=self._now,
-        )
         reports = Reports(
             ask=lambda _: None,
             running=lambda: ending.running,
@@ -88,19 +71,17 @@ class Played:
             directory=None,
         )
         supervisor = Supervisor(
-            chaos,
+            job,
             ending,
-            roster,
             reports,
             send_input=None,
             stdin=None,
             screen=self,
-            log=_nothing,
-            on_fault=chaos.on_fault,
+            observers=[faults],
         )
         with contextlib.suppress(ScriptIsOverError):
             supervisor.run(self)
-        self.report = chaos.final_report()
+        self.report = faults.final_report()
 
     def _now(self) -> float:
         return self.now_s
