@@ -98,7 +98,6 @@ class AveragingOptimizer(HorovodsAttributes):
         self._single_passes: int | None = 0
         reducer.add_params(named, groups)
         self._followed = self._members()
-        reducer.before_step = weakref.WeakMethod(self._follow_groups)
         if claims:
             reducer.engine.take_number()
         # Parameters outlive their optimizer; the hooks on them must not.
@@ -455,7 +454,11 @@ class AveragingOptimizer(HorovodsAttributes):
         return [list(group["params"]) for group in self._optimizer.param_groups]
 
     def _follow_groups(self) -> None:
-        """Averages what has come to the groups. Programs change these themselves, as in densification."""
+        """Averages what has come to the groups. Programs change these themselves, as in densification.
+
+        Call it only where all ranks come, and never where a step begins: a rank without a backward pass begins it in
+        ``step()``, and would find in one change, and send in one bucket, what another has found in two.
+        """
         if self._is_followed(self._members()):
             return
         new = check_trained(names_of_new(self._optimizer, self._named))

@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -69,8 +68,6 @@ class Reducer(GradientListener):
         self._connect = connect
         self.state = StepState(backward_passes_per_step)
         """How far the current step is."""
-        self.before_step: WeakMethod[Callable[[], None]] | None = None
-        """A method that is called when a step begins, in the same place on all ranks, before anything is sent."""
         # Held while a hook handles a gradient. Reentrant, since the same thread may run another backward pass inside.
         self._lock = threading.RLock()
         self._hooks = ParamHooks(self)
@@ -164,8 +161,7 @@ class Reducer(GradientListener):
     ) -> None:
         """Adds parameters: plans their buckets behind the existing ones, and hooks their gradients.
 
-        ``are_new``: in their first step their bucket is sent even if they are frozen. They may have gradients already,
-        and ranks may find them at other points of the step.
+        ``are_new``: in their first step their bucket is sent even if they are frozen. They may have gradients already.
         """
         self.follow_world()
         params = dict(named_params)
@@ -256,8 +252,6 @@ class Reducer(GradientListener):
 
     def begin_step(self) -> None:
         """Begins a step in the current world."""
-        if self.before_step is not None and (follow_groups := self.before_step()) is not None:
-            follow_groups()
         self.follow_world()
         self.engine.ranks.require_open("averaging gradients")
         weights = self.step.plan.weights

@@ -584,6 +584,44 @@ def test_a_change_is_followed_alike_by_a_rank_without_a_backward_pass(late):
     assert run_ranks(2, rank) == [[-0.5] * 3] * 2
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_changes_before_and_after_a_pass_of_one_rank_are_followed_alike(late):
+    """Both ranks find them in step(): what is sent together must not depend on where a rank's step began."""
+
+    def rank(group: Group) -> list[list[float]]:
+        inner = sgd([new(), new()])
+        optimizer = wrap(group, inner)
+        backward(inner, 1.0)
+        optimizer.step()
+        for param in params_of(inner):
+            param.grad = None
+        inner.param_groups[0]["params"][0] = new(2)
+        if group.rank == late:
+            backward(inner, 1.0)
+        inner.add_param_group({"params": [new(4)]})
+        if group.rank == late:
+            params_of(inner)[2].sum().backward()
+        optimizer.step()
+        return [param.grad.tolist() for param in params_of(inner) if param.grad is not None]
+
+    assert run_ranks(2, rank) == [[[0.5] * 2, [1.0] * 3, [0.5] * 4]] * 2
+
+
+def test_passes_before_the_step_that_finds_a_parameter_add_up():
+    def rank(group: Group) -> list[float]:
+        inner = sgd([new()])
+        optimizer = wrap(group, inner)
+        inner.param_groups[0]["params"].append(new())
+        first, came = params_of(inner)
+        first.sum().backward()
+        for _ in range(2):
+            (came.sum() * (group.rank + 1.0)).backward()
+        optimizer.step()
+        return came.grad.tolist()
+
+    assert run_ranks(2, rank) == [[3.0] * 3] * 2
+
+
 @pytest.mark.parametrize("how", ["data", "double and back", "shared", "between passes"])
 def test_a_model_that_is_moved_or_converted_and_back_is_averaged_as_before(how):
     """That replaces the memory of the gradients under the same objects."""
