@@ -27,15 +27,12 @@ MANY_METHODS = {
     "AveragingOptimizer": 45,
     "Bucket": 38,
     "DistributedOptimizer": 49,
-    "Membership": 39,
     "Negotiation": 38,
 }
 MANY_ATTRIBUTES = {
-    "Agent": 27,
     "Bucket": 24,
     "ElasticSampler": 23,
     "Negotiation": 23,
-    "RemoteAgent": 21,
     "Survival": 27,
 }
 # Public signatures, whose arguments Horovod's users know, and others.

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import IO
@@ -75,6 +75,15 @@ class _NotThereYetError(Exception):
         self.why = why
 
 
+@dataclass
+class _OutputBytes:
+    """How much of the workers' output was ``received``, shown or discarded (``done_with``), and told the agent so."""
+
+    received: int = 0
+    done_with: int = 0
+    reported: int = 0
+
+
 class RemoteAgent:
     """A running agent. Its events are put into ``events``; hanging up ends all processes of the job on its host."""
 
@@ -100,9 +109,7 @@ class RemoteAgent:
         self.workers: Collection[int] = ()
         """The numbers of the workers on its host, from when it is sent `StartJob`."""
         self._events = events
-        self._shown_bytes = 0  # shown, but not yet reported to the agent
-        self._output_bytes = 0  # received
-        self._done_with_bytes = 0  # received and shown, or discarded
+        self._output = _OutputBytes()
         self._ended: set[int] = set()
         self._store = store
         self._explain = explain
@@ -131,11 +138,11 @@ class RemoteAgent:
 
     def output_shown(self, count: int) -> None:
         """Reports that ``count`` bytes of its output were shown or discarded. Must be called from one thread only."""
-        self._shown_bytes += count
-        self._done_with_bytes += count
-        if self._shown_bytes >= WINDOW_BYTES // 4:
-            self.send(OutputTaken(self._shown_bytes))
-            self._shown_bytes = 0
+        output = self._output
+        output.done_with += count
+        if (unreported := output.done_with - output.reported) >= WINDOW_BYTES // 4:
+            self.send(OutputTaken(unreported))
+            output.reported = output.done_with
 
     def hang_up(self) -> None:
         """Makes the agent kill what still runs on its host, clean up and end. This causes no `Lost`."""
@@ -340,10 +347,10 @@ class RemoteAgent:
                 raise ProtocolError(f"its hvdlite agent reported the end of worker {message.worker} twice")
             self._ended.add(message.worker)
         if isinstance(message, Output):
-            self._output_bytes += len(message.data)
+            self._output.received += len(message.data)
             # The agent's own limit is lower, but it exceeds that by what dead workers left in their pipes.
             room = WINDOW_BYTES + _OVERDRAFT_BYTES * (1 + len(self.workers))
-            if self._output_bytes - self._done_with_bytes > room:
+            if self._output.received - self._output.done_with > room:
                 raise ProtocolError("its hvdlite agent sent more output than it was allowed to")
 
     def _why_it_ended(self, noise: str) -> str:

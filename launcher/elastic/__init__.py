@@ -7,6 +7,6 @@ longer respond, `cut_links` hosts that cannot reach each other and `refused_link
 
 Modules import only what stands before them:
 
-    discovery < host_slots < membership < elastic_hosts < rank_assignments < hangs < cut_links < refused_links
-        < elastic_job < job_faults
+    discovery < host_slots < elastic_workers < membership < elastic_hosts < rank_assignments < hangs < cut_links
+        < refused_links < elastic_job < job_faults
 """

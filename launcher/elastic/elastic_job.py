@@ -40,12 +40,12 @@ from ..workers.first_failure import FirstFailure
 from ..workers.generation_table import GenerationRow, GenerationTable
 from .cut_links import CutLinks, CutOff
 from .elastic_hosts import ElasticHosts
+from .elastic_workers import ElasticGeneration
 from .hangs import Hangs
 from .host_slots import Place
 from .membership import (
     Action,
     Dismiss,
-    ElasticGeneration,
     EndJob,
     EndWorkers,
     JobDone,

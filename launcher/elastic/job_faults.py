@@ -19,7 +19,8 @@ from ..system.signals import signal_name
 from ..system.table import table
 from ..wire.messages import Event, Exited, FaultAsked, InitDone, Lost
 from ..workers.ending import Ending
-from .membership import Member, Membership
+from .elastic_workers import Member
+from .membership import Membership
 from .rank_assignments import Store
 
 ASKS = b"chaos/ask/"

@@ -7,8 +7,8 @@ is lost, or when its ranks leave it because hosts have changed. Each remaining w
 all of them have asked, it is published: the remaining workers in their order, the oldest first, then new ones. A
 worker's number is its identity, and is never used again. Its slot on its host stays the same, and its rank may change.
 
-`host_slots` knows the slots in which workers may be started. Nothing here has a thread, process or clock: tests replay
-events.
+`host_slots` knows the slots in which workers may be started, `elastic_workers` those that run. Nothing here has a
+thread, process or clock: tests replay events.
 """
 
 from __future__ import annotations
@@ -21,30 +21,13 @@ from enum import Enum, auto
 from hvdlite_wire.assignments import NewWorkerPolicy
 
 from ..plan.elastic_spec import Policy, Responses
+from .elastic_workers import ElasticGeneration, ElasticWorkers, PlacedWorker
 from .host_slots import HostSlots, Place
 
 # After this time the user is told for which workers of the last generation the next one waits.
 _TELL_OF_LATE_S = 60.0
 # Of `Membership`, in a job: how long a slot rests after a worker has failed there before it was a rank.
 REST_S = 1.0
-
-
-@dataclass(frozen=True)
-class Member:
-    """One rank of a generation. ``since`` is the first generation that it was in."""
-
-    worker: int
-    place: Place
-    since: int
-
-
-@dataclass(frozen=True)
-class ElasticGeneration:
-    """A world: its members by rank, and why the one before has ended ("" if only because hosts have changed)."""
-
-    number: int
-    members: tuple[Member, ...]
-    why: str
 
 
 # The actions that `Membership` returns, for the launcher to carry out.
@@ -110,24 +93,6 @@ class JobDone:
 Action = StartWorker | Publish | Notify | Dismiss | EndWorkers | Say | EndJob | JobDone
 
 
-@dataclass
-class _Worker:
-    number: int
-    place: Place
-    since: int | None = None
-    # The last generation that it was in (0 if none), once it asks for the next one.
-    asks_after: int | None = None
-    # What it says, as it asks, of workers that have been in no generation.
-    newcomers: NewWorkerPolicy = NewWorkerPolicy.WELCOME
-    # Why it was told to end, if it was; its end is then no failure.
-    why_dismissed: str | None = None
-    is_being_ended: bool = False
-
-    @property
-    def is_dismissed(self) -> bool:
-        return self.why_dismissed is not None
-
-
 class _WaitFor(Enum):
     """What the next generation waits for, and who waits."""
 
@@ -156,9 +121,7 @@ class Membership:
         """``jitter`` draws a number from 0 to 1, for cooldowns. ``rest_s``: see `HostSlots`."""
         self.policy = policy
         self._slots = HostSlots(policy, jitter, rest_s)
-        self._workers: dict[int, _Worker] = {}  # those that run
-        self._next_worker = 0
-        self.current: ElasticGeneration | None = None
+        self._workers = ElasticWorkers(self._slots)
         self._causes: list[str] = []  # of the end of the current generation
         self._notified: Notify | None = None
         self._wait: _Wait | None = None
@@ -170,6 +133,11 @@ class Membership:
         self._are_wanted = True
         self._told_of_staying: list[int] = []  # the members that were told to stay, though their places are removed
         self._is_over = False
+
+    @property
+    def current(self) -> ElasticGeneration | None:
+        """The generation that was published last."""
+        return self._workers.current
 
     # ------------------------------------------------------------ what happens
 
@@ -187,28 +155,27 @@ class Membership:
         self, worker: int, after: int, now_s: float, newcomers: NewWorkerPolicy = NewWorkerPolicy.WELCOME
     ) -> list[Action]:
         """A worker asks for the generation after ``after``, which is 0 if it has been in none."""
-        if worker in self._workers:
-            self._workers[worker].asks_after = after
-            self._workers[worker].newcomers = newcomers
+        if (known := self._workers.running.get(worker)) is not None:
+            known.asks_after, known.newcomers = after, newcomers
         return self._go_on(now_s)
 
     def takes_back(self, worker: int, now_s: float) -> list[Action]:
         """A worker that is in no generation has not asked after all: it makes its model first, and asks then."""
-        if worker in self._workers:
-            self._workers[worker].asks_after = None
+        if (known := self._workers.running.get(worker)) is not None:
+            known.asks_after = None
         return self._go_on(now_s)
 
     def ended(self, worker: int, failure: str | None, now_s: float, *, was_killed: bool = False) -> list[Action]:
         """A worker has ended; ``failure`` is None if it did so with exit code 0. ``was_killed``: by a signal."""
-        gone = self._workers.pop(worker, None)
+        gone = self._workers.running.pop(worker, None)
         if gone is None or gone.is_dismissed:
             return self._go_on(now_s)
-        if failure is None and (self.current is None or self._is_member(gone)):
-            self._done.append(f"worker {worker} on {gone.place.host}")
+        if failure is None and (self.current is None or self._workers.is_member(gone)):
+            self._done.append(str(gone))
             self._rank0_is_done |= self.current is None or self.current.members[0].worker == worker
             return self._go_on(now_s)
-        failure = failure or f"worker {worker} on {gone.place.host} ended before it was a rank"
-        if self._is_member(gone):
+        failure = failure or f"{gone} ended before it was a rank"
+        if self._workers.is_member(gone):
             self._causes.append(failure)
             self._has_failed |= not was_killed
         elif self.current is None and not gone.is_being_ended and not self._is_over:
@@ -220,10 +187,10 @@ class Membership:
 
     def host_lost(self, host: str, why: str, now_s: float) -> list[Action]:
         """A host is lost with all its workers. It gets no new ones until its cooldown is over."""
-        lost = [each for each in self._workers.values() if each.place.host == host]
+        lost = self._workers.on_host(host)
         for each in lost:
-            del self._workers[each.number]
-            if self._is_member(each):
+            del self._workers.running[each.number]
+            if self._workers.is_member(each):
                 self._causes.append(why)
         self._slots.count_failure(host)
         responses = Responses[Action](
@@ -255,9 +222,9 @@ class Membership:
         Not a spare, nor a worker with which the ranks cannot go on: these get a rank only once a rank is lost, if ever.
         """
         if self.current is None:
-            return {each.number for each in self._workers.values() if each.asks_after is not None}
-        members = [each for each in self._members() if each.asks_after is not None]
-        return {each.number for each in [*members, *self._waiting_joiners()]}
+            return {each.number for each in self._workers.asking()}
+        members = [each for each in self._workers.members() if each.asks_after is not None]
+        return {each.number for each in [*members, *self._workers.waiting_joiners(self._most())]}
 
     # ------------------------------------------------------------- what to do
 
@@ -272,28 +239,25 @@ class Membership:
 
     def _starts(self) -> Iterator[Action]:
         """Starts workers in free slots, up to --max-np and --spares; none once a rank has ended with exit code 0."""
-        if self._done or (self.current is not None and not self._members()):
+        if self._done or (self.current is not None and not self._workers.members()):
             return
         usable = self._slots.usable()
-        if self.current is None and sum(usable.values()) < self._least() and not self._workers:
+        if self.current is None and sum(usable.values()) < self._least() and not self._workers.running:
             return
-        taken = {each.place for each in self._workers.values()}
-        room = (
-            self._most() + self.policy.spares - sum(1 for each in self._workers.values() if each.place.host in usable)
-        )
+        taken = {each.place for each in self._workers.running.values()}
+        room = self._most() + self.policy.spares - sum(place.host in usable for place in taken)
         for host, slots in usable.items():
             for slot in range(slots):
                 place = Place(host, slot)
                 if room > 0 and place not in taken and self._slots.may_fill(place) and not self._slots.rests(place):
                     room -= 1
-                    worker = _Worker(self._next_worker, place)
-                    self._next_worker += 1
-                    self._workers[worker.number] = worker
-                    yield StartWorker(worker.number, place)
+                    yield StartWorker(self._workers.add(place).number, place)
 
     def _stay(self) -> Iterator[Action]:
         """Tells that ranks stay though their hosts were removed, since too few are left without them."""
-        staying = [] if self._may_remove() else [e for e in self._members() if not self._slots.is_there(e.place)]
+        staying = (
+            [] if self._may_remove() else [e for e in self._workers.members() if not self._slots.is_there(e.place)]
+        )
         numbers = [each.number for each in staying]
         if staying and numbers != self._told_of_staying:
             yield Say(
@@ -309,30 +273,30 @@ class Membership:
         """
         if self.current is None or not self._are_wanted:
             return True
-        there = [each for each in self._members() if self._slots.is_there(each.place)]
-        return bool(there) and len(there) + len(self._joiners()) >= self._least()
+        there = [each for each in self._workers.members() if self._slots.is_there(each.place)]
+        return bool(there) and len(there) + len(self._workers.joiners()) >= self._least()
 
     def _hands_over(self) -> bool:
         """Whether no rank's place is left, and enough new workers have come to take the training over.
 
         They do so in a generation with one of the old ranks at least, for which --max-np 1 has no room.
         """
-        members, joiners = self._members(), self._joiners()
+        members, joiners = self._workers.members(), self._workers.joiners()
         is_gone = self._are_wanted and not any(self._slots.is_there(each.place) for each in members)
         return is_gone and bool(members) and len(joiners) >= self._least()
 
     def _dismissals(self) -> Iterator[Action]:
         """Dismisses workers whose host or slot was removed, once they ask for the next generation."""
         may_remove = self._may_remove()
-        for each in list(self._workers.values()):
-            is_removed = not self._slots.is_there(each.place) and (may_remove or not self._is_member(each))
+        for each in list(self._workers.running.values()):
+            is_removed = not self._slots.is_there(each.place) and (may_remove or not self._workers.is_member(each))
             if each.asks_after is not None and (each.is_dismissed or is_removed):
                 # A dismissed worker that asks again is dismissed again, even if its host has come back.
                 each.why_dismissed, each.asks_after = each.why_dismissed or self._slots.removal(each.place), None
                 yield Dismiss(each.number, each.why_dismissed)
 
     def _next_generation(self, wait: _Wait | None, now_s: float) -> Iterator[Action]:
-        members, joiners = self._members(), self._joiners()
+        members, joiners = self._workers.members(), self._workers.joiners()
         if self._done:
             yield from self._last_ends(members, wait, now_s)
             return
@@ -341,7 +305,7 @@ class Membership:
             words = self.policy.on_failure.words_without_hosts(barred)
             if words is not None and barred and not self._slots.usable():
                 yield Say(words)
-            if self._causes and (idle := self._started()):
+            if self._causes and (idle := self._workers.started()):
                 yield Say(
                     f"no rank is left that has the state of the training, with which {_names(idle)} could go on: start "
                     "the job again, from a checkpoint if the program has saved one"
@@ -355,7 +319,7 @@ class Membership:
         if late := [each for each in members if each.asks_after is None]:
             yield from self._wait_for_late(late, leaving, wait, now_s)
             return
-        if self.current is None and self._has_starting():
+        if self.current is None and any(each.asks_after is None for each in self._workers.running.values()):
             return
         newcomers = max((each.newcomers for each in leaving), default=NewWorkerPolicy.WELCOME)
         is_enough = len(leaving) >= self._least()
@@ -374,10 +338,10 @@ class Membership:
             yield from self._publish(leaving if newcomers is NewWorkerPolicy.AFTERWARDS else candidates)
             if not self._is_over:
                 # Those that could not come into this one come into the next.
-                yield from self._notify(self._members(), self._joiners())
+                yield from self._notify(self._workers.members(), self._workers.joiners())
 
     def _wait_for_late(
-        self, late: Sequence[_Worker], leaving: Sequence[_Worker], wait: _Wait | None, now_s: float
+        self, late: Sequence[PlacedWorker], leaving: Sequence[PlacedWorker], wait: _Wait | None, now_s: float
     ) -> Iterator[Action]:
         """Waits for members that have not left an ended generation, while somebody waits for them.
 
@@ -386,7 +350,7 @@ class Membership:
         """
         what = _WaitFor.LATE if leaving else _WaitFor.STATE
         limit_s = self.policy.elastic_timeout_s if leaving else math.inf
-        waiting = leaving or self._waiting_joiners()
+        waiting = leaving or self._workers.waiting_joiners(self._most())
         if not waiting:
             return
         self._wait = wait if wait is not None and wait.what is what else _Wait(what, since_s=now_s)
@@ -409,7 +373,9 @@ class Membership:
         elif not self._wait.is_told:
             self._wait.due_s = self._wait.since_s + min(_TELL_OF_LATE_S, limit_s)
 
-    def _end_late(self, late: Sequence[_Worker], waiting: Sequence[_Worker], now_s: float) -> Iterator[Action]:
+    def _end_late(
+        self, late: Sequence[PlacedWorker], waiting: Sequence[PlacedWorker], now_s: float
+    ) -> Iterator[Action]:
         why = (
             f"did not come to the next generation within {self.policy.elastic_timeout_s:g} s (--elastic-timeout) of "
             f"the first that did: {_names(waiting)} waited"
@@ -423,13 +389,13 @@ class Membership:
         if not self._is_over:
             yield from self._next_generation(None, now_s)
 
-    def _last_ends(self, members: Sequence[_Worker], wait: _Wait | None, now_s: float) -> Iterator[Action]:
+    def _last_ends(self, members: Sequence[PlacedWorker], wait: _Wait | None, now_s: float) -> Iterator[Action]:
         """Ends the job after a rank has ended with exit code 0: well if all others do so too.
 
         A rank that is killed now has no more part in the training than its last step. The others finish that, and the
         job ends well if rank 0 does, which at its end does what is done once, such as saving the model.
         """
-        living = members if self.current is not None else list(self._workers.values())
+        living = members if self.current is not None else list(self._workers.running.values())
         asking = [each for each in living if each.asks_after is not None]
         if self._has_failed:
             yield from self._end(None)
@@ -463,7 +429,7 @@ class Membership:
             yield Say(f"{lost}, at its end: the others are done, and nothing of the training is missing")
         yield JobDone()
 
-    def _notify(self, members: Collection[_Worker], joiners: Collection[_Worker]) -> Iterator[Action]:
+    def _notify(self, members: Collection[PlacedWorker], joiners: Collection[PlacedWorker]) -> Iterator[Action]:
         added = bool(joiners) and (len(members) < self._most() or (len(members) > 1 and self._hands_over()))
         removed = self._may_remove() and any(not self._slots.is_there(each.place) for each in members)
         notify = Notify(added, removed)
@@ -471,21 +437,14 @@ class Membership:
             self._notified = notify
             yield notify
 
-    def _publish(self, candidates: Iterable[_Worker]) -> Iterator[Action]:
-        number = 1 if self.current is None else self.current.number + 1
+    def _publish(self, candidates: Iterable[PlacedWorker]) -> Iterator[Action]:
         limit = self.policy.reset_limit
-        if limit is not None and number - 1 > limit:
+        if limit is not None and self.current is not None and self.current.number > limit:
             yield from self._end(f"--reset-limit {limit}: the ranks have changed more often", is_limit=True)
             return
-        members = []
-        for each in candidates:
-            each.since = number if each.since is None else each.since
-            each.asks_after = None
-            members.append(Member(each.number, each.place, each.since))
-        why = "; ".join(dict.fromkeys(self._causes)) or ("the job begins" if number == 1 else "")
-        self.current = ElasticGeneration(number, tuple(members), why)
+        why = "; ".join(dict.fromkeys(self._causes)) or ("the job begins" if self.current is None else "")
         self._causes, self._has_failed, self._notified = [], False, None
-        yield Publish(self.current)
+        yield Publish(self._workers.next_generation(candidates, why))
 
     def _wait_for_more(self, wait: _Wait | None, now_s: float) -> Iterator[Action]:
         """Waits until there are enough workers. It waits twice as long if enough of them have been started."""
@@ -495,7 +454,7 @@ class Membership:
             yield Say(
                 f"waiting {limit_s:g} s ({times}) for {self._words_of_least()}: so far {self._words_of_what_there_is()}"
             )
-        if len(self._started()) >= self._least():
+        if len(self._workers.started()) >= self._least():
             limit_s, times = 2 * limit_s, f"{times} {limit_s:g}, and as long again for workers that were starting"
         wait.due_s = wait.since_s + limit_s
         if now_s < wait.due_s:
@@ -506,14 +465,10 @@ class Membership:
             is_limit=True,
         )
 
-    def _started(self) -> list[_Worker]:
-        """Returns the running workers that are not being ended, whether they have called hvd.init() or not."""
-        return [each for each in self._workers.values() if not each.is_dismissed and not each.is_being_ended]
-
     def _words_of_what_there_is(self) -> str:
         usable = self._slots.usable()
         hosts = ", ".join(f"{label}:{slots}" for label, slots in usable.items())
-        workers = self._started()
+        workers = self._workers.started()
         starting = sum(each.asks_after is None for each in workers)
         words = _count(len(workers), "worker")
         words += f", of which {starting} not yet in hvd.init()" if starting else ""
@@ -525,7 +480,7 @@ class Membership:
         barred = ", ".join(self._slots.barred())
         return words + (f"; hosts that get no workers after failures: {barred}" if barred else "")
 
-    def _count_failure(self, worker: _Worker, why: str | None, now_s: float) -> Iterator[Action]:
+    def _count_failure(self, worker: PlacedWorker, why: str | None, now_s: float) -> Iterator[Action]:
         """Applies the policy after a worker has failed; ``why`` is the reason if the job ends."""
         place = worker.place
         self._slots.count_failed_worker(place, now_s, was_rank=worker.since is not None)
@@ -539,7 +494,7 @@ class Membership:
         )
 
     def _tell_of_empty_slot(self, place: Place, now_s: float) -> Iterator[Action]:
-        if not self._members() or not self._slots.is_there(place) or self._slots.may_fill(place):
+        if not self._workers.members() or not self._slots.is_there(place) or self._slots.may_fill(place):
             return
         failed = _count(self._slots.failures_in(place), "worker")
         yield Say(
@@ -550,7 +505,7 @@ class Membership:
     def _bar(self, host: str, now_s: float) -> Iterator[Action]:
         """Excludes a host until its cooldown is over, and ends its workers."""
         self._slots.bar(host, now_s)
-        others = [each for each in self._workers.values() if each.place.host == host and not each.is_being_ended]
+        others = [each for each in self._workers.on_host(host) if not each.is_being_ended]
         for each in others:
             each.is_being_ended = True
         if others:
@@ -575,40 +530,9 @@ class Membership:
     def _most(self) -> int:
         return self.policy.max_np if self.policy.max_np is not None else 1 << 30
 
-    def _is_member(self, worker: _Worker) -> bool:
-        return self.current is not None and any(each.worker == worker.number for each in self.current.members)
 
-    def _members(self) -> list[_Worker]:
-        """Returns the running members of the current generation that are not being ended, by rank."""
-        if self.current is None:
-            return []
-        living = [self._workers.get(each.worker) for each in self.current.members]
-        return [each for each in living if each is not None and not each.is_dismissed and not each.is_being_ended]
-
-    def _joiners(self) -> list[_Worker]:
-        """Returns the workers that ask for their first generation, in the order of their numbers."""
-        return [
-            each
-            for each in self._workers.values()
-            if each.since is None and each.asks_after is not None and self._may_join(each)
-        ]
-
-    def _waiting_joiners(self) -> list[_Worker]:
-        """Returns those of `_joiners` with which the ranks can go on, and for which there is room."""
-        members = self._members()
-        # What the ranks said as they asked the last time holds for this generation, too.
-        can_go_on = all(each.newcomers is not NewWorkerPolicy.NEVER for each in members)
-        return self._joiners() if can_go_on and len(members) < self._most() else []
-
-    def _may_join(self, worker: _Worker) -> bool:
-        return not worker.is_dismissed and not worker.is_being_ended and self._slots.is_there(worker.place)
-
-    def _has_starting(self) -> bool:
-        return any(each.since is None and each.asks_after is None for each in self._workers.values())
-
-
-def _names(workers: Iterable[_Worker]) -> str:
-    return ", ".join(f"worker {each.number} on {each.place.host}" for each in workers)
+def _names(workers: Iterable[PlacedWorker]) -> str:
+    return ", ".join(map(str, workers))
 
 
 def _count(number: int, what: str) -> str:

@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from hvdlite_wire.addresses import interface_with
 
@@ -77,6 +77,27 @@ _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FOR_HANDLERS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
+@dataclass
+class HostJob:
+    """This host's part of the job, once there is a directory for it.
+
+    ``interface`` is the network interface towards the job's other hosts. ``lock`` holds the directory's lock until this
+    process ends. ``started`` are the numbers of all workers that were ever to be started here.
+    """
+
+    spec: StartJob
+    directory: str
+    interface: str | None = None
+    lock: int | None = None
+    started: set[int] = field(default_factory=set)
+    cache: Cache | None = None
+    relay: Relay | None = None
+
+    def environment(self) -> dict[str, str]:
+        """Returns the variables of all its workers; raises `CannotStartError`."""
+        return common_environment(self.spec, self.directory, self.interface)
+
+
 class Agent:
     """The event loop over three file descriptors: commands to read, events to write, and received signals as bytes."""
 
@@ -96,8 +117,7 @@ class Agent:
         self._channel = Channel(commands, events, self._selector)
         self._worker_output = WorkerOutput(self._selector, self._channel)
         self._collector = Collector(self._selector, self._channel.send)
-        self._load = HostLoad(self._selector)
-        self._progress = Progress(self._selector, self._channel.send, self._load)
+        self._progress = Progress(self._selector, self._channel.send, HostLoad(self._selector))
         self._greeting: Greet | None = None
         self._port: socket.socket | None = None  # reserves the port, see `network.reserve_port`
         self._workers: dict[int, Worker] = {}  # the running ones, by pid
@@ -106,15 +126,9 @@ class Agent:
         self._forked_workers = ForkedWorkers(self._selector, self._on_started)
         self._groups: list[int] = []  # without ``adopts``: the workers' process groups that may have processes
         self._stdins: dict[int, WorkerStdin] = {}  # by the worker's number
-        self._job: StartJob | None = None
-        self._started: set[int] = set()  # the numbers of all workers that were ever to be started here
-        self._interface: str | None = None  # towards the job's other hosts
-        self._job_dir: str | None = None
-        self._held_dir: int | None = None  # holds the directory's lock until this process ends
-        self._cache: Cache | None = None
-        self._relay: Relay | None = None
+        self._job: HostJob | None = None
+        self._has_refused = False  # the job, of which the launcher was told why
         self._parent = os.getppid()
-        self._orphaned = False
 
     def run(self) -> None:
         """Runs until the launcher hangs up or the remote parent dies, then kills all processes and cleans up.
@@ -124,7 +138,7 @@ class Agent:
         self._listen(self._commands, self._read_commands)
         self._listen(self._signals, self._read_signals)
         try:
-            while not (self._orphaned or self._channel.closed):
+            while os.getppid() == self._parent and not self._channel.closed:
                 waits = (self._channel, self._killed_workers, self._forked_workers)
                 times = [each.time_left_s() for each in waits]
                 for key, _ in self._selector.select(min((each for each in times if each is not None), default=None)):
@@ -147,10 +161,10 @@ class Agent:
         for group in self._groups:
             process_tree.signal_group(group, signal.SIGKILL)
         everything_ended = process_tree.kill_descendants()
-        if self._relay is not None:
-            self._relay.close()
-        if self._job_dir is not None:
-            shutil.rmtree(self._job_dir, ignore_errors=True)
+        if self._job is not None:
+            if self._job.relay is not None:
+                self._job.relay.close()
+            shutil.rmtree(self._job.directory, ignore_errors=True)
         if not everything_ended:
             raise LauncherError("some processes of the job could not be killed")
 
@@ -168,24 +182,26 @@ class Agent:
                 case SignalWorkers():
                     self._signal(message)
                 case TakeReport():
-                    if self._job_dir is not None:
-                        workers = {worker.number: pid for pid, worker in self._workers.items()}
-                        self._collector.take(message.number, workers, self._job_dir)
+                    if self._job is not None:
+                        self._collector.take(message.number, self._pids(), self._job.directory)
                 case AskProgress():
-                    if self._job_dir is not None:
-                        workers = {worker.number: pid for pid, worker in self._workers.items()}
-                        self._progress.take(message.number, workers, self._job_dir)
+                    if self._job is not None:
+                        self._progress.take(message.number, self._pids(), self._job.directory)
                 case Input():
                     if stdin := self._stdins.get(message.worker):
                         stdin.put(message.data)
-                case message if isinstance(message, StoreCommand) and self._cache is not None:
-                    self._cache.receive(message)
+                case message if isinstance(message, StoreCommand) and self._job is not None and self._job.cache:
+                    self._job.cache.receive(message)
                 case OutputTaken():
                     self._worker_output.taken(message.count)
                 case Beat():
                     pass
                 case _:
                     raise ProtocolError("the launcher sent a message that only an agent may send")
+
+    def _pids(self) -> dict[int, int]:
+        """Returns the pid of each running worker, by its number."""
+        return {worker.number: pid for pid, worker in self._workers.items()}
 
     def _answer(self, greeting: Greet) -> None:
         if self._greeting is not None:
@@ -207,22 +223,21 @@ class Agent:
             self._channel.beat()
         self._channel.send(Hello(VERSION, slots, address, self._port.getsockname()[1], machine_id()))
 
-    def _prepare(self, job: StartJob) -> None:
-        if self._job is not None or self._greeting is None:
+    def _prepare(self, spec: StartJob) -> None:
+        if self._job is not None or self._has_refused or self._greeting is None:
             raise ProtocolError("the launcher sent StartJob before Greet, or twice")
-        self._job = job
+        self._has_refused = True
         directory = "the directory for temporary files"
         try:
-            self._interface = _interface_for(self._greeting.interface, job.peers)
-            self._load.follow(self._interface if job.peers else None)
+            interface = _interface_for(self._greeting.interface, spec.peers)
+            self._progress.load.follow(interface if spec.peers else None)
             directory = job_directory.temporary_directory()
-            path = job_dir(job.token, directory)
+            path = job_dir(spec.token, directory)
             job_directory.clear_abandoned(os.path.dirname(path))
-            self._held_dir = job_directory.make(path)
-            self._job_dir = path
+            job = self._job = HostJob(spec, path, interface, job_directory.make(path))
             self._report_directory(path)
-            self._cache = Cache(self._send_of_worker, self._started)
-            self._relay = Relay(store_socket(path), self._cache, self._selector)
+            job.cache = Cache(self._send_of_worker, job.started)
+            job.relay = Relay(store_socket(path), job.cache, self._selector)
         except OSError as error:
             why = in_words(OSError(error.errno, "")) or error.strerror or str(error)
             what = f"cannot create the job's directory in {directory}, and a socket in it"
@@ -231,40 +246,40 @@ class Agent:
         except LauncherError as error:
             self._channel.send(Refused(str(error), 1))
             return
-        self._start(job.workers)
+        self._has_refused = False
+        self._start(spec.workers)
 
     def _start(self, workers: Mapping[int, Mapping[str, str]]) -> None:
         """Starts workers of the job; if one cannot be started, says why and starts no more of them."""
-        if self._job is None or not self._started.isdisjoint(workers):
+        if self._has_refused:
+            return
+        job = self._job
+        if job is None or not job.started.isdisjoint(workers):
             raise ProtocolError("the launcher started workers of no job, or one of them twice")
-        if self._job_dir is None:
-            return  # the launcher was told why
-        self._started.update(workers)  # in place: the cache knows this set
-        self._start_anew({number: own for number, own in workers.items() if not self._is_forked(number, own)})
+        job.started.update(workers)  # in place: the cache knows this set
+        self._start_anew(job, {number: own for number, own in workers.items() if not self._is_forked(job, number, own)})
 
-    def _is_forked(self, number: int, own: Mapping[str, str]) -> bool:
+    def _is_forked(self, job: HostJob, number: int, own: Mapping[str, str]) -> bool:
         """Returns whether this worker was asked of the fork server, which has no standard input to give to one."""
-        if number == 0 or not self._forked_workers.is_ready or self._job is None or self._job_dir is None:
+        if number == 0 or not self._forked_workers.is_ready:
             return False
 
         def start_anew(signals: Sequence[int]) -> None:
-            self._start_anew({number: own})
+            self._start_anew(job, {number: own})
             for signum in signals:
                 self._signal(SignalWorkers((number,), signum))
 
         try:
-            common = common_environment(self._job, self._job_dir, self._interface)
+            common = job.environment()
         except CannotStartError:  # which the other way tells
             return False
         return self._forked_workers.ask(number, {**common, **own}, start_anew)
 
-    def _start_anew(self, workers: Mapping[int, Mapping[str, str]]) -> None:
+    def _start_anew(self, job: HostJob, workers: Mapping[int, Mapping[str, str]]) -> None:
         """Starts workers as new processes; if one cannot be started, says why and starts no more of them."""
-        assert self._job is not None, "the callers have asked"
-        assert self._job_dir is not None, "as above"
         left = list(workers)
         try:
-            for worker in start_workers(self._job, workers, self._job_dir, self._interface):
+            for worker in start_workers(job.spec, workers, job.directory, job.interface):
                 left.remove(worker.number)
                 self._on_started(worker)
         except CannotStartError as error:
@@ -304,7 +319,6 @@ class Agent:
 
     def _read_signals(self) -> None:
         os.read(self._signals, 4096)  # SIGCHLD, or the signal for the death of the remote parent
-        self._orphaned = os.getppid() != self._parent
         for pid, returncode, peak_memory in process_tree.reap()[0]:
             self._killed_workers.forget(pid)
             if (worker := self._workers.pop(pid, None)) is not None:
@@ -327,16 +341,15 @@ class Agent:
 
     def _start_fork_server_soon(self) -> None:
         """Has later workers forked, if the job wants that and orphans are adopted: the server's child becomes ours."""
-        if self._job is None or self._job_dir is None or not (self._job.forks and self._adopts):
-            return
-        if self._forked_workers.is_planned:
+        job = self._job
+        if job is None or not (job.spec.forks and self._adopts) or self._forked_workers.is_planned:
             return
         try:
-            environment = common_environment(self._job, self._job_dir, self._interface)
+            environment = job.environment()
         except CannotStartError:  # which is told when the next worker is started
             return
-        if (command := parse_python(command_of(self._job), environment)) is not None:
-            self._forked_workers.start_soon(command, self._job.cwd, environment)
+        if (command := parse_python(command_of(job.spec), environment)) is not None:
+            self._forked_workers.start_soon(command, job.spec.cwd, environment)
 
     def _on_killed(self, pid: int, signum: int) -> None:
         worker = self._killed[pid] = self._workers.pop(pid)
@@ -346,10 +359,11 @@ class Agent:
         self._worker_output.drain(worker)
         if stdin := self._stdins.pop(worker.number, None):
             stdin.close()
-        assert self._job_dir is not None, "workers are started after it is made"
+        assert self._job is not None, "workers are started after it"
+        directory = self._job.directory
         notes = (peer_lost_file, left_file, peer_left_file, apart_file, met_file)
-        peer_lost, left, peer_left, apart, met = (_was_there(note(self._job_dir, worker.number)) for note in notes)
-        self._progress.note_end(worker.number, worker.process.pid, progress_file(self._job_dir, worker.number))
+        peer_lost, left, peer_left, apart, met = (_was_there(note(directory, worker.number)) for note in notes)
+        self._progress.note_end(worker.number, worker.process.pid, progress_file(directory, worker.number))
         self._channel.send(
             Exited(worker.number, returncode, peer_lost, left, peer_left, peak_memory, apart=apart and not met)
         )

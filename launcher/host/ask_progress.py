@@ -50,7 +50,7 @@ class Progress:
         """``selector``: the data of each registration is a function without arguments, which the event loop calls."""
         self._selector = selector
         self._send = send
-        self._load = load
+        self.load = load
         self._host: dict[str, object] = {}  # what is told of the host with the next worker
         self._number = 0
         self._job_dir = ""
@@ -70,7 +70,7 @@ class Progress:
         """
         self._give_up()
         self._job_dir = job_dir
-        self._host = self._load.facts()
+        self._host = self.load.facts()
         self._number, self._silent, self._unanswered = number, dict(workers), set()
         self._workers.update((pid, worker) for worker, pid in workers.items())
         for name in _names_in(job_dir):
@@ -90,7 +90,7 @@ class Progress:
             with open(path, "rb") as file:
                 answer = _parsed(file.read(_MOST_BYTES))
             os.unlink(path)
-            self._tell(worker, pid, 0, answer, can_answer=True, host=self._load.network())
+            self._tell(worker, pid, 0, answer, can_answer=True, host=self.load.network())
 
     def _ask(self, pid: int, path: str) -> None:
         try:
@@ -174,7 +174,7 @@ class Progress:
             "can_answer": can_answer,
             "is_ending": answer is None and os.path.exists(progress_file(self._job_dir, worker)),
         }
-        if (gpu := self._load.gpu_use(pid)) is not None:
+        if (gpu := self.load.gpu_use(pid)) is not None:
             facts["gpu"] = gpu
         if host is None:
             host, self._host = self._host, {}

@@ -182,7 +182,7 @@ class World:
         if not is_whole and any(number in self.members for number in waiting):
             assert deadline_s is not None, "survivors wait for those that may never come"
         for number in waiting:
-            assert number in self.membership._workers
+            assert number in self.membership._workers.running
             place = self.workers[number].place
             is_there = place.slot < self.hosts.get(place.host, 0)
             if is_whole and is_there and len(self.members) < (self.policy.max_np or 99):
@@ -239,7 +239,7 @@ class World:
         ]
         workers = [
             (numbers[each.number], each.since is None, each.asks_after is None, each.is_dismissed, each.is_being_ended)
-            for each in membership._workers.values()
+            for each in membership._workers.running.values()
         ]
         wait = membership._wait
         return (

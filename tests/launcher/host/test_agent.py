@@ -9,12 +9,24 @@ import subprocess
 import sys
 
 import pytest
-from hvdlite_launcher.host.agent import Agent
+from hvdlite_launcher.host.agent import Agent, HostJob
 from hvdlite_launcher.host.start_workers import Worker
 from hvdlite_launcher.system import job_directory, process_tree
 from hvdlite_launcher.version import VERSION
 from hvdlite_launcher.wire.messages import Exited, Greet, InitDone, PeakMemory, Refused, StartJob
 from pidfds import has_pidfds_of_threads
+
+JOB = {
+    "token": "t",
+    "command": ("./gone",),
+    "in_python": False,
+    "as_horovod": False,
+    "slots": 2,
+    "environment": {},
+    "inherits": False,
+    "peers": (),
+    "workers": {},
+}
 
 
 @pytest.fixture
@@ -56,7 +68,7 @@ def test_in_an_elastic_job_the_end_of_a_killed_worker_is_told_before_it_is_reape
 ):
     agent, sent = make_agent(adopts=True), []
     agent._channel.send = sent.append
-    agent._job_dir = str(tmp_path)
+    agent._job = HostJob(StartJob(**JOB, forks=False, cwd="/"), str(tmp_path))
     process = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subprocess.PIPE)
     agent._watch(Worker(5, process, {"stdout": process.stdout}))
     agent._send_of_worker(InitDone(5, after))
@@ -82,21 +94,8 @@ def start(make_agent, tmp_path):
     def make(**changes):
         agent, sent = make_agent(adopts=True), []
         agent._channel.send = sent.append
-        agent._job_dir = str(tmp_path)
-        job = {
-            "token": "t",
-            "command": ("./gone",),
-            "in_python": False,
-            "as_horovod": False,
-            "forks": True,
-            "slots": 2,
-            "cwd": str(tmp_path),
-            "environment": {},
-            "inherits": False,
-            "peers": (),
-            "workers": {},
-        }
-        agent._job = StartJob(**{**job, **changes})
+        spec = StartJob(**{**JOB, "forks": True, "cwd": str(tmp_path), **changes})
+        agent._job = HostJob(spec, str(tmp_path))
         return agent, sent
 
     return make
@@ -143,6 +142,6 @@ def test_where_the_job_s_directory_cannot_be_made_the_place_is_named(start, tmp_
     monkeypatch.setattr(job_directory, "make", make)
     agent, sent = start(token="0123456789abcdef-0")
     job, agent._job, agent._greeting = agent._job, None, Greet(VERSION, beats=False, count_slots=False, interface=None)
-    agent._prepare(job)
+    agent._prepare(job.spec)
     why = "no space or no inodes left: see df and df -i, or set TMPDIR to another directory"
     assert sent == [Refused(f"cannot create the job's directory in {tmp_path}, and a socket in it: {why}", 1)]
