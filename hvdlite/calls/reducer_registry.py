@@ -14,32 +14,19 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from weakref import ref
+
+from hvdlite_wire.worker_status import StepStatus
 
 from ..comm.group import Group
 from ..errors import GradientError
 
 
-class StepProgress(NamedTuple):
-    """How far an optimizer is in its current step, for reports.
-
-    ``sent`` is how many of the step's ``buckets`` have been sent. ``missing`` are names of parameters without a
-    complete gradient in the first one that has not, at most a few. ``phase`` says what the step waits for.
-    """
-
-    optimizer: str
-    step: int
-    phase: str
-    buckets: int
-    sent: int
-    missing: tuple[str, ...]
-
-
 class SitsOut(Protocol):
     """A reducer as `join` uses it: it takes part in other ranks' steps without gradients of its own."""
 
-    def progress(self) -> StepProgress:
+    def progress(self) -> StepStatus:
         """Returns how far its step is. Any thread may call it, at any time."""
         ...
 
@@ -146,7 +133,7 @@ class ReducerRegistry:
         """Pins the group's reducers that are alive and not closed; returns them by number."""
         return self._members_of(group).pin()
 
-    def progress(self) -> list[StepProgress]:
+    def progress(self) -> list[StepStatus]:
         """Returns how far each optimizer is that lives in this process. Any thread may call it."""
         return [member.progress() for member in self._living()]
 

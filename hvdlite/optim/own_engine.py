@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
+from hvdlite_wire.worker_status import StepStatus
+
 from .. import forks
 from ..buckets.exchange import Links
 from ..buckets.parameter_check import ParameterCheck
@@ -23,7 +25,6 @@ from ..buckets.settings import Settings
 from ..buckets.step_trace import StepTrace
 from ..calls.generation import Generation
 from ..calls.operation import OPTIMIZER
-from ..calls.reducer_registry import StepProgress
 from ..comm.group import Group
 from ..environment import CheckParameters
 from ..errors import GradientError, NotInitializedError
@@ -241,8 +242,8 @@ class OwnEngine:
 
     # -- for ranks that join
 
-    def progress(self) -> StepProgress:
-        """Returns how far the current step is; see `calls.reducer_registry.StepProgress`. Any thread may call it."""
+    def progress(self) -> StepStatus:
+        """Returns how far the current step is; see `StepStatus`. Any thread may call it."""
         return self._user.step.plan.progress()
 
     def sit_out(self, average_of_active: bool) -> bool:

@@ -1,16 +1,16 @@
 """
 `HangReporter`: tells hvdlite-run what this process does, for a report on a job that stands still, and how far it is.
 
-    hvdlite-run ── agent ── connects to <job's directory>/r<pid> ── HangReporter ── JSON: threads, waits, optimizers
-                         ├─ the same, and writes "brief" ──────────────────────────── JSON: rank, steps, longest wait
+    hvdlite-run ── agent ── connects to <job's directory>/r<pid> ── HangReporter ── OwnStatus, in full
+                         ├─ the same, and writes "brief" ────────────────────────── OwnStatus: steps, longest wait
                          └─ no answer: a signal ── faulthandler writes all stacks to <job's directory>/r<pid>.stacks
 
 A thread waits for connections, and costs nothing until one comes. Where a C extension holds the interpreter's lock the
 thread has no turn, so the stacks can also be had by a signal, whose handler needs no lock. The thread also tells
 hvdlite-run, once in each wait, that this process has waited for others for longer than the stall warning's time.
 
-`runtime.world` starts it under hvdlite-run. The host's agent asks (`launcher.host.collect`,
-`launcher.host.ask_progress`). When the process ends, a file of the job's directory has the last brief answer.
+`runtime.world` starts it under hvdlite-run. The host's agent asks (`launcher.host.status_collector`). When the process
+ends, a file of the job's directory has the last brief answer.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+from hvdlite_wire.codec import decode, encode
 from hvdlite_wire.store_requests import StoreRequest
+from hvdlite_wire.worker_status import Frame, OwnStatus, Thread
 
 from .. import forks
 from ..calls.call_sites import FramesOfThreads, own_prefixes
@@ -55,14 +58,13 @@ class HangReporter:
         worker: int,
         store: StoreClient,
         *,
-        describe: Callable[[], Mapping[str, Any]],
-        describe_briefly: Callable[[], Mapping[str, Any]],
+        describe: Callable[[bool], OwnStatus],
         waited_s: Callable[[], float],
         warn_after_s: float | None,
     ) -> None:
-        """``describe`` returns what this rank knows of itself, and ``describe_briefly`` how far it is, for JSON.
+        """``describe`` returns what this rank knows of itself, in full or how far it is alone.
 
-        They are called on this object's thread, and the second also when the program ends.
+        It is called on this object's thread, and also when the program ends.
 
         ``waited_s`` returns for how long the process has waited for other ranks, and ``warn_after_s`` is when that is
         too long, None for never. Raises an OSError if nothing can be created in ``job_dir``.
@@ -70,7 +72,6 @@ class HangReporter:
         self._worker = worker
         self._store = store
         self._describe = describe
-        self._describe_briefly = describe_briefly
         self._note = os.path.join(job_dir, f"worker.{worker}.progress")
         self._waited_s = waited_s
         self._warn_after_s = warn_after_s
@@ -123,31 +124,29 @@ class HangReporter:
                 connection.settimeout(_ASKED_WITHIN_S)
                 asked = connection.recv(16)
                 connection.settimeout(_LOOKS_EACH_S)
-                connection.sendall(self._brief_answer() if asked == b"brief" else self._answer())
+                connection.sendall(self._answer(in_full=asked != b"brief"))
 
     def note_progress(self) -> None:
         """Writes the brief answer to a file for the agent, which reads it once this process has ended."""
         with contextlib.suppress(OSError), open(self._note, "wb") as file:
-            file.write(self._brief_answer())
+            file.write(self._answer(in_full=False))
 
     def forget_note(self) -> None:
         """Removes what `note_progress` wrote: the process is a rank again."""
         with contextlib.suppress(OSError):
             os.unlink(self._note)
 
-    def _brief_answer(self) -> bytes:
+    def _answer(self, *, in_full: bool) -> bytes:
+        own: dict[str, Any] = {"worker": self._worker}
+        if in_full:
+            own |= {"libraries": tuple(own_prefixes()), "threads": stacks_of_threads()}
         try:
-            return json.dumps({"worker": self._worker, **self._describe_briefly()}).encode()
-        except Exception as error:  # noqa: BLE001  # neither the thread nor hvd.shutdown() may end by it
-            return json.dumps({"worker": self._worker, "error": f"{type(error).__name__}: {error}"}).encode()
-
-    def _answer(self) -> bytes:
-        answer: dict[str, Any] = {"libraries": own_prefixes(), "threads": stacks_of_threads()}
-        try:
-            answer.update(self._describe())
-        except Exception as error:  # noqa: BLE001  # the stacks are worth more than no answer; the report says what failed
-            answer["error"] = f"{type(error).__name__}: {error}"
-        return json.dumps(answer).encode()
+            answer = encode(replace(self._describe(in_full), **own))
+            decode(OwnStatus, answer)  # as the agent will
+        # Neither the thread nor hvd.shutdown() may end by it, and the stacks are worth more than no answer.
+        except Exception as error:  # noqa: BLE001
+            answer = encode(OwnStatus(**own, error=f"{type(error).__name__}: {error}"))
+        return answer
 
     def _look(self) -> None:
         limit_s, waited_s = self._warn_after_s, self._waited_s()
@@ -160,22 +159,22 @@ class HangReporter:
         self._has_told = is_stalled
 
 
-def stacks_of_threads() -> list[dict[str, Any]]:
-    """Returns the name and the frames (file, line, function; the outermost first) of each thread, for JSON."""
+def stacks_of_threads() -> tuple[Thread, ...]:
+    """Returns all threads but this one."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     with FramesOfThreads() as innermost:
-        return [
-            {"name": names.get(ident, f"thread {ident}"), "is_main": ident == main, "frames": _frames(frame)}
+        return tuple(
+            Thread(names.get(ident, f"thread {ident}"), ident == main, _frames(frame))
             for ident, frame in innermost.items()
             if ident != threading.get_ident()
-        ]
+        )
 
 
-def _frames(innermost: FrameType) -> list[tuple[str, int, str]]:
-    found: list[tuple[str, int, str]] = []
+def _frames(innermost: FrameType) -> tuple[Frame, ...]:
+    found: list[Frame] = []
     frame: FrameType | None = innermost
     while frame is not None and len(found) < _MOST_FRAMES:
-        found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        found.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
         frame = frame.f_back
-    return found[::-1]
+    return tuple(found[::-1])

@@ -23,6 +23,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from hvdlite_wire.assignments import RankAssignment
+from hvdlite_wire.worker_status import OwnStatus, Pace, Wait
 
 from .. import forks
 from ..comm import deferred_close
@@ -212,8 +213,7 @@ def _start_hang_reporter(warn_after_s: float | None) -> None:
                 job_dir,
                 int(worker),
                 StoreClient.from_url(store),
-                describe=_describe_for_report,
-                describe_briefly=_describe_briefly,
+                describe=_describe,
                 waited_s=_waited_s,
                 warn_after_s=warn_after_s,
             )
@@ -225,42 +225,29 @@ def _start_hang_reporter(warn_after_s: float | None) -> None:
         reporter.forget_note()
 
 
-def _describe_for_report() -> dict[str, object]:
-    """Returns what this rank knows of itself, for JSON. Called on the reporter's thread."""
-    world, keepalive = _world, _process.keepalive
-    links: dict[str, object] = {}
-    if keepalive is not None:
-        links = {"addresses": keepalive.addresses, "silent_s": keepalive.silences()}
-    now_s = time.monotonic()
-    if world is None or world.stands_by:
-        waits = [(what, round(now_s - since_s, 3)) for what, since_s in _waits_to_connect()]
-        return {"rank": None, "waits": waits, "optimizers": [], **links}
-    blocked = [(what, since_s) for what, since_s, _ in world.generation.watch.blocked().values()]
-    waits = sorted({*blocked, *world.controller.waits()}, key=lambda each: each[1])
-    return {
-        "rank": world.topology.rank,
-        "size": world.topology.size,
-        "waits": [(what, round(now_s - since_s, 3)) for what, since_s in waits],
-        "optimizers": [each._asdict() for each in world.generation.reducers.progress()],
-        **links,
-    }
-
-
-def _describe_briefly() -> dict[str, object]:
-    """Returns how far this rank is, for JSON. Called on the reporter's thread, once a second under --watch."""
+def _describe(in_full: bool) -> OwnStatus:
+    """Returns what this rank knows of itself. Called on the reporter's thread, once a second under --watch."""
     world = None if _world is None or _world.stands_by else _world
     steps = Counter(_process.steps)
-    more: dict[str, object] = {} if _process.samples is None else {"samples": _process.samples}
-    if world is not None:
-        if world.topology.rank == 0:  # once in each job
-            more["paces"] = [(pace.rank, round(pace.cost, 4), pace.phase) for pace in world.controller.stragglers()]
+    paces = None
+    if world is None:
+        waits = _waits_to_connect()
+    else:
         steps.update(dict(world.generation.reducers.steps))
         blocked = [(what, since_s) for what, since_s, _ in world.generation.watch.blocked().values()]
-        first = min([*blocked, *world.controller.waits()], key=lambda each: each[1], default=None)
-    else:
-        first = next(iter(_waits_to_connect()), None)
-    waits = None if first is None else (first[0], round(time.monotonic() - first[1], 3))
-    return {"rank": None if world is None else world.topology.rank, "steps": steps, "waits": waits, **more}
+        waits = sorted({*blocked, *world.controller.waits()}, key=lambda each: each[1])
+        if world.topology.rank == 0:  # once in each job
+            paces = tuple(Pace(each.rank, round(each.cost, 4), each.phase) for each in world.controller.stragglers())
+    now_s = time.monotonic()
+    told = tuple(Wait(what, round(max(0.0, now_s - since_s), 3)) for what, since_s in waits)
+    own = OwnStatus(steps=steps, samples=_process.samples, paces=paces, waits=told if in_full else told[:1])
+    if not in_full:
+        return own
+    if world is not None:
+        own = replace(own, optimizers=tuple(world.generation.reducers.progress()))
+    if (keepalive := _process.keepalive) is not None:
+        own = replace(own, addresses=tuple(keepalive.addresses), silent_s=keepalive.silences())
+    return own
 
 
 def _waits_to_connect() -> list[tuple[str, float]]:
@@ -271,7 +258,7 @@ def _waits_to_connect() -> list[tuple[str, float]]:
 
 def note_samples(count: int) -> None:
     """Notes that this rank has processed so many more samples. Called by `elastic.sampler`."""
-    # JSON has no number of another type, such as a batch size that is a tensor or numpy's.
+    # A status has no number of another type, such as a batch size that is a tensor or numpy's.
     _process.samples = (_process.samples or 0) + int(count)
 
 

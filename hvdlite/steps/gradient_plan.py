@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from hvdlite_wire.worker_status import StepStatus
 from torch import Tensor
 
 from ..buckets.exchange import Exchange, TakesBackSteps
@@ -24,7 +25,6 @@ from ..buckets.in_flight import BucketQueue
 from ..buckets.layout import Layout
 from ..buckets.plan import BucketPlan, Description
 from ..buckets.weights import Weights
-from ..calls.reducer_registry import StepProgress
 from ..comm.engine import Engine, HasMemory
 from ..exchanges.sparse_gather import SparseParameters
 from .step_state import StepPhase
@@ -102,16 +102,16 @@ class GradientPlan:
         if isinstance(engine, HasMemory):
             self.layout.take_over(buffers, engine.holds)
 
-    def progress(self) -> StepProgress:
-        """Returns how far the current step is; see `calls.reducer_registry.StepProgress`. Any thread may call it."""
+    def progress(self) -> StepStatus:
+        """Returns how far the current step is; see `StepStatus`. Any thread may call it."""
         # Read while other threads may change it: a report may be a gradient late.
         trace, phase, waiting = self._world.trace, self._world.state.phase, self.queue.not_sent()
         buckets = sum(not bucket.asleep for bucket in self.layout.buckets)
         if phase is StepPhase.IDLE:
             # Those of the step before have all been sent.
-            return StepProgress(trace.optimizer, trace.step, phase.value, buckets, 0, ())
+            return StepStatus(trace.optimizer, trace.step, phase.value, buckets, 0, ())
         missing = () if not waiting else tuple(waiting[0].missing_names())
-        return StepProgress(trace.optimizer, trace.step, phase.value, buckets, buckets - len(waiting), missing)
+        return StepStatus(trace.optimizer, trace.step, phase.value, buckets, buckets - len(waiting), missing)
 
     @property
     def has_passes(self) -> bool:

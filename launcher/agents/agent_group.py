@@ -32,7 +32,7 @@ from ..system import process_tree
 from ..system.network import address_towards, own_address, some_address
 from ..system.status_line import StatusLine
 from ..wire.messages import (
-    AskProgress,
+    AskStatus,
     Event,
     Hello,
     Input,
@@ -41,7 +41,6 @@ from ..wire.messages import (
     SignalWorkers,
     StartJob,
     StartWorkers,
-    TakeReport,
 )
 from .remote_agent import RemoteAgent, local_agent_argv
 from .wait_for_agents import AgentAnswers, wait_for_agents
@@ -260,17 +259,11 @@ class Agents:
             if own := tuple(number for number in numbers if number in agent.workers):
                 agent.send(SignalWorkers(own, signum))
 
-    def take_report(self, number: int) -> None:
-        """Asks all agents for what they can find out about their workers, for the report with this number."""
+    def ask_status(self, question: AskStatus) -> None:
+        """Asks all agents what their workers do."""
         for agent in list(self._agents):
             if agent.workers:
-                agent.send(TakeReport(number))
-
-    def ask_progress(self, number: int) -> None:
-        """Asks all agents how far their workers are; ``number`` is in the answers."""
-        for agent in list(self._agents):
-            if agent.workers:
-                agent.send(AskProgress(number))
+                agent.send(question)
 
     def kill_agent(self, label: str) -> None:
         """Kills the agent on a host, or the ssh client to it. The host is then lost, which is an event."""

@@ -8,7 +8,7 @@ uses the other modules for the workers, and `wire.channel` to talk to the launch
 Modules import only what stands before them:
 
     start_workers < forked_workers < worker_stdin < worker_output < training_notes < stacks_on_signal < collect
-    < host_load < killed_workers < ask_progress < agent < remote_parent
+    < host_load < killed_workers < status_collector < agent < remote_parent
 
 The workers themselves import `path/sitecustomize` at their start, `stacks_on_signal` with torch, and with it
 `training_notes`.

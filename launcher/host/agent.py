@@ -40,7 +40,7 @@ from ..version import VERSION
 from ..wire.agent_frames import MARK
 from ..wire.channel import SILENCE_S, Channel
 from ..wire.messages import (
-    AskProgress,
+    AskStatus,
     Beat,
     Exited,
     Greet,
@@ -56,15 +56,13 @@ from ..wire.messages import (
     Started,
     StartJob,
     StartWorkers,
-    TakeReport,
 )
 from ..wire.store_messages import StoreCommand, StoreEvent
-from .ask_progress import Progress
-from .collect import Collector
 from .forked_workers import ForkedWorkers
 from .host_load import HostLoad
 from .killed_workers import KilledWorkers
 from .start_workers import CannotStartError, Worker, command_of, common_environment, start_workers
+from .status_collector import StatusCollector
 from .training_notes import apart_file, met_file
 from .worker_output import WorkerOutput
 from .worker_stdin import WorkerStdin
@@ -116,8 +114,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._channel = Channel(commands, events, self._selector)
         self._worker_output = WorkerOutput(self._selector, self._channel)
-        self._collector = Collector(self._selector, self._channel.send)
-        self._progress = Progress(self._selector, self._channel.send, HostLoad(self._selector))
+        self._status = StatusCollector(self._selector, self._channel.send, HostLoad(self._selector))
         self._greeting: Greet | None = None
         self._port: socket.socket | None = None  # reserves the port, see `network.reserve_port`
         self._workers: dict[int, Worker] = {}  # the running ones, by pid
@@ -181,12 +178,9 @@ class Agent:
                     self._start(message.workers)
                 case SignalWorkers():
                     self._signal(message)
-                case TakeReport():
+                case AskStatus():
                     if self._job is not None:
-                        self._collector.take(message.number, self._pids(), self._job.directory)
-                case AskProgress():
-                    if self._job is not None:
-                        self._progress.take(message.number, self._pids(), self._job.directory)
+                        self._status.ask(message, self._pids(), self._job.directory)
                 case Input():
                     if stdin := self._stdins.get(message.worker):
                         stdin.put(message.data)
@@ -230,7 +224,7 @@ class Agent:
         directory = "the directory for temporary files"
         try:
             interface = _interface_for(self._greeting.interface, spec.peers)
-            self._progress.load.follow(interface if spec.peers else None)
+            self._status.load.follow(interface if spec.peers else None)
             directory = job_directory.temporary_directory()
             path = job_dir(spec.token, directory)
             job_directory.clear_abandoned(os.path.dirname(path))
@@ -363,7 +357,7 @@ class Agent:
         directory = self._job.directory
         notes = (peer_lost_file, left_file, peer_left_file, apart_file, met_file)
         peer_lost, left, peer_left, apart, met = (_was_there(note(directory, worker.number)) for note in notes)
-        self._progress.note_end(worker.number, worker.process.pid, progress_file(directory, worker.number))
+        self._status.note_end(worker.number, worker.process.pid, progress_file(directory, worker.number))
         self._channel.send(
             Exited(worker.number, returncode, peer_lost, left, peer_left, peak_memory, apart=apart and not met)
         )

@@ -1,14 +1,11 @@
-"""Finds out what the workers of one host do, for a report on a job that stands still.
+"""Finds out all that can be known of the workers of one host, for a report on a job that stands still.
 
-    TakeReport ──► Collector ── forks ── collect: asks each worker's processes, or signals them ── JSON ──► Reported
+    status_collector ── forks ── collect: asks each worker's process, or signals it ──► WorkerStatus of each
 
 A worker that has called hvd.init() answers on a socket in the job's directory (`hvdlite.runtime.hang_report`). If it
 does not within a second, its interpreter's lock is held: a signal then has its stacks written to a file there. So has
 it those of a worker that has not called hvd.init() but imported torch. Of any other program there is only what the
 system says of its processes.
-
-A process that reads about others may be blocked by them (a hanging file system, a lock on their memory). So a child of
-the agent does it, which is killed after some seconds.
 """
 
 from __future__ import annotations
@@ -16,150 +13,164 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
-import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from hvdlite_wire.codec import decode
+from hvdlite_wire.errors import MessageError
+from hvdlite_wire.worker_status import Frame, OwnStatus, Process, Source, Thread, WorkerStatus
 
 if TYPE_CHECKING:
     import psutil
 
 from ..plan.worker_environment import progress_file
-from ..wire.messages import Reported
 from .stacks_on_signal import STACKS_SIGNAL
 
 _ANSWERS_WITHIN_S = 1.0
 _STACKS_WITHIN_S = 1.0
 _QUIET_S = 0.1
-_KILLED_AFTER_S = 4
 _READ_BYTES = 1 << 16
-_MOST_ANSWER_BYTES = 300_000
+_MOST_BYTES = 300_000
 _MOST_PROCESSES = 40
 _RUN_NO_HANDLER = ("stopped", "tracing-stop", "zombie")
+_THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*)\])?.*\(most recent call first\):")
+_FRAME = re.compile(r'  File "(.*)", line ([0-9]{1,9}|\?\?\?) in (.*)')
 
 
-class Collector:
-    """The reports that are being taken on this host."""
+class Questions:
+    """Questions to processes that have called hvd.init(), each on a connection of its own; no call blocks."""
 
-    def __init__(self, selector: selectors.DefaultSelector, send: Callable[[Reported], None]) -> None:
-        self._selector = selector
-        self._send = send
+    def __init__(
+        self,
+        what: bytes,
+        selector: selectors.BaseSelector,
+        on_answer: Callable[[int, OwnStatus | None], object],
+        most_bytes: int,
+    ) -> None:
+        """``what`` is asked. ``on_answer`` is called with the pid; None if a process has ended, or said nonsense.
 
-    def take(self, number: int, workers: Mapping[int, int], job_dir: str) -> None:
-        """Sends a `Reported` for each of the workers, given as pids by their numbers; returns at once.
-
-        Sends none where this host is out of files or processes.
+        ``selector``: the data of each registration is a function without arguments, which the event loop calls. An
+        answer of more than ``most_bytes`` is nonsense.
         """
-        if not workers:
-            return
+        self._what = what
+        self._most_bytes = most_bytes
+        self._selector = selector
+        self._on_answer = on_answer
+        self.open: dict[int, socket.socket] = {}
+        """The connections to processes that have not answered, by pid."""
+
+    def ask(self, pid: int, path: str) -> bool:
+        """Asks the process with this socket; returns False if it has ended.
+
+        Where this process can open no more files, or so many questions wait that the other takes no more, nothing is
+        asked.
+        """
         try:
-            reads, writes = os.pipe()
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError:
-            return
+            return True
+        connection.setblocking(False)
         try:
-            pid = os.fork()
+            connection.connect(path)
+            connection.sendall(self._what)
+        except OSError as error:
+            connection.close()
+            return isinstance(error, BlockingIOError)
+        self.open[pid] = connection
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._read, pid, connection, bytearray()))
+        return True
+
+    def give_up(self) -> None:
+        """Waits for no more answers."""
+        for pid in list(self.open):
+            self._close(pid)
+
+    def _read(self, pid: int, connection: socket.socket, answer: bytearray) -> None:
+        try:
+            data = connection.recv(_READ_BYTES)
         except OSError:
-            os.close(reads)
-            os.close(writes)
-            return
-        if pid == 0:
-            _be_child(writes, workers, job_dir)
-        os.close(writes)
-        os.set_blocking(reads, False)
-        buffer = bytearray()
-        self._selector.register(reads, selectors.EVENT_READ, lambda: self._read(reads, buffer, number))
+            data = b""
+        answer += data
+        if not data or len(answer) > self._most_bytes:
+            self._close(pid)
+            self._on_answer(pid, None if data else read_own(answer))
 
-    def _read(self, reads: int, buffer: bytearray, number: int) -> None:
-        data = os.read(reads, _READ_BYTES)
-        buffer += data
-        *lines, rest = buffer.split(b"\n")
-        buffer[:] = rest
-        for line in lines:
-            worker, facts = line.split(b" ", 1)
-            self._send(Reported(int(worker), number, facts.decode()))
-        if not data:
-            self._selector.unregister(reads)
-            os.close(reads)
+    def _close(self, pid: int) -> None:
+        connection = self.open.pop(pid)
+        self._selector.unregister(connection)
+        connection.close()
 
 
-def _be_child(writes: int, workers: Mapping[int, int], job_dir: str) -> None:
-    """Collects in a child of the agent, and ends it."""
+def read_own(answer: bytes | bytearray) -> OwnStatus | None:
+    """Returns what a process has said of itself; None if it is nonsense."""
     try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(_KILLED_AFTER_S)
-        with os.fdopen(writes, "w") as pipe:
-            for worker, facts in collect(workers, job_dir).items():
-                pipe.write(f"{worker} {json.dumps(facts)}\n")
-                pipe.flush()
-    finally:
-        os._exit(0)
+        return decode(OwnStatus, bytes(answer))
+    except MessageError:
+        return None
+
+
+def status_of(worker: int, own: OwnStatus | None, **known: Any) -> WorkerStatus:
+    """Returns the status of a worker that has said this of itself, with what is ``known`` of it besides."""
+    if own is not None:
+        known["source"] = Source.ANSWER
+    return WorkerStatus(**{**vars(own or OwnStatus()), **known, "worker": worker})
 
 
 @dataclass
 class _AskedWorker:
-    """A process of a worker that can be asked."""
+    """A process of a worker that can be asked; ``stacks_from`` is the size of its file of stacks before the signal."""
 
     pid: int
     path: str
-    answer: bytes = b""
-    is_answered: bool = False
     stacks_from: int = 0
-    """The size of its file of stacks before the signal."""
-    connection: socket.socket | None = field(default=None, repr=False)
 
 
-def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, dict[str, Any]]:
-    """Returns what can be found out about each of the workers, given as pids by their numbers, within two seconds.
-
-    ``processes``: the worker's process and its descendants, each with pid, name, state, CPU seconds, bytes of memory
-    and command. ``pid`` is the one of these that has called hvd.init(), or else the worker's own. ``answer``: what it
-    says of itself, None if nothing. ``stacks``: if it did not answer, the text that faulthandler wrote on a signal,
-    with a first line about its libraries; else None. ``can_answer``: whether it has called hvd.init().
-    ``is_ending``: it has left its note of how far it has come, and does not answer. ``load`` and ``cores`` are the
-    host's.
-    """
+def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, WorkerStatus]:
+    """Returns what can be found out about each of the workers, given as pids by their numbers, within two seconds."""
     processes = _processes_of_all(workers)
     can_answer = _outermost(processes, job_dir, "")
-    _ask(list(can_answer.values()))
+    answers = _answers_of(can_answer.values())
     # Those that have imported torch, and not called hvd.init().
     asked = {**_outermost(processes, job_dir, ".stacks"), **can_answer}
-    states = {each["pid"]: each["state"] for found in processes.values() for each in found}
-    silent = [each for each in asked.values() if not each.is_answered and states[each.pid] not in _RUN_NO_HANDLER]
+    states = {each.pid: each.state for found in processes.values() for each in found}
+    silent = [each for each in asked.values() if each.pid not in answers and states[each.pid] not in _RUN_NO_HANDLER]
     _have_stacks_written(silent)
-    load = [round(each, 2) for each in os.getloadavg()]
-    facts: dict[int, dict[str, Any]] = {}
+    load = round(os.getloadavg()[0], 2)
+    found: dict[int, WorkerStatus] = {}
     for worker, pid in workers.items():
-        one = asked.get(worker)
-        facts[worker] = {
-            "pid": pid if one is None else one.pid,
-            "processes": processes[worker],
-            "answer": _parsed(one.answer) if one is not None and one.is_answered else None,
-            "stacks": _stacks(one) if one in silent else None,
-            "can_answer": worker in can_answer,
-            "is_ending": one is not None and not one.is_answered and os.path.exists(progress_file(job_dir, worker)),
-            "load": load[0],
-            "cores": os.cpu_count(),
-        }
-    return facts
+        one = asked.get(worker, _AskedWorker(pid, ""))
+        own = answers.get(one.pid)
+        found[worker] = status_of(
+            worker,
+            own,
+            **(_stacks(one) if one in silent else {}),
+            pid=one.pid,
+            processes=tuple(processes[worker]),
+            can_answer=worker in can_answer,
+            is_ending=worker in asked and own is None and os.path.exists(progress_file(job_dir, worker)),
+            load=load,
+            cores=os.cpu_count(),
+        )
+    return found
 
 
-def _outermost(
-    processes: Mapping[int, Sequence[Mapping[str, Any]]], job_dir: str, suffix: str
-) -> dict[int, _AskedWorker]:
+def _outermost(processes: Mapping[int, Sequence[Process]], job_dir: str, suffix: str) -> dict[int, _AskedWorker]:
     """Returns the outermost process of each worker that has a file with this suffix in the job's directory."""
     return {
-        worker: _AskedWorker(each["pid"], path)
+        worker: _AskedWorker(each.pid, path)
         for worker, found in processes.items()
         for each in found[::-1]  # the outermost is the last to be set
-        if os.path.exists((path := os.path.join(job_dir, f"r{each['pid']}")) + suffix)
+        if os.path.exists((path := os.path.join(job_dir, f"r{each.pid}")) + suffix)
     }
 
 
-def _processes_of_all(workers: Mapping[int, int]) -> dict[int, list[dict[str, Any]]]:
+def _processes_of_all(workers: Mapping[int, int]) -> dict[int, list[Process]]:
     """Returns what the system says of each worker's process and its descendants, the outermost first."""
     import psutil  # noqa: PLC0415  # costs 20 ms, seldom needed
 
@@ -168,7 +179,7 @@ def _processes_of_all(workers: Mapping[int, int]) -> dict[int, list[dict[str, An
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             children.setdefault(process.ppid(), []).append(process)
-    found: dict[int, list[dict[str, Any]]] = {}
+    found: dict[int, list[Process]] = {}
     for worker, pid in workers.items():
         processes: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -181,62 +192,37 @@ def _processes_of_all(workers: Mapping[int, int]) -> dict[int, list[dict[str, An
     return found
 
 
-def _described(process: psutil.Process) -> dict[str, Any] | None:
+def _described(process: psutil.Process) -> Process | None:
     import psutil  # noqa: PLC0415  # as above
 
     with contextlib.suppress(psutil.Error, OSError), process.oneshot():
         times = process.cpu_times()
-        return {
-            "pid": process.pid,
-            "name": process.name(),
-            "state": process.status(),
-            "cpu_s": round(times.user + times.system, 2),
-            "memory": process.memory_info().rss,
-            "command": _command_of(process),
-        }
+        command = ""  # of one that has ended and is not reaped, none is known
+        with contextlib.suppress(psutil.ZombieProcess):
+            command = " ".join(process.cmdline())[:200]
+        cpu_s, memory = round(times.user + times.system, 2), process.memory_info().rss
+        return Process(process.pid, process.name(), process.status(), cpu_s, memory, command)
     return None
 
 
-def _command_of(process: psutil.Process) -> str:
-    """Returns the start of the process' command; nothing if it has ended but is not reaped, as none is known then."""
-    import psutil  # noqa: PLC0415  # as above
+def _answers_of(asked: Collection[_AskedWorker]) -> dict[int, OwnStatus]:
+    """Returns what the processes answer in time, by their pids."""
+    answers: dict[int, OwnStatus] = {}
 
-    try:
-        return " ".join(process.cmdline())[:200]
-    except psutil.ZombieProcess:
-        return ""
+    def note(pid: int, own: OwnStatus | None) -> None:
+        if own is not None:
+            answers[pid] = own
 
-
-def _ask(asked: list[_AskedWorker]) -> None:
-    """Reads the answer of each process, as far as it comes in time."""
     with selectors.DefaultSelector() as selector:
+        questions = Questions(b"report", selector, note, _MOST_BYTES)
         for each in asked:
-            connection = each.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.settimeout(0.1)
-            try:
-                connection.connect(each.path)
-            except OSError:
-                connection.close()
-                continue
-            with contextlib.suppress(OSError):  # it has just ended
-                connection.sendall(b"report")
-            selector.register(connection, selectors.EVENT_READ, each)
+            questions.ask(each.pid, each.path)
         until = time.monotonic() + _ANSWERS_WITHIN_S
-        while selector.get_map() and (left_s := until - time.monotonic()) > 0:
+        while questions.open and (left_s := until - time.monotonic()) > 0:
             for key, _ in selector.select(left_s):
-                each = key.data
-                try:
-                    data = each.connection.recv(_READ_BYTES)
-                    is_end = not data
-                except OSError:  # it has ended without an answer
-                    data, is_end = b"", False
-                each.answer += data
-                if not data or len(each.answer) > _MOST_ANSWER_BYTES:
-                    each.is_answered = is_end
-                    selector.unregister(each.connection)
-                    each.connection.close()
-        for key in list(selector.get_map().values()):
-            key.data.connection.close()
+                key.data()
+        questions.give_up()
+    return answers
 
 
 def _have_stacks_written(asked: list[_AskedWorker]) -> None:
@@ -274,19 +260,32 @@ def _handles_the_signal(pid: int) -> bool:
     return bool(int(handled.split()[1], 16) >> (STACKS_SIGNAL - 1) & 1)
 
 
-def _stacks(asked: _AskedWorker) -> str | None:
+def _stacks(asked: _AskedWorker) -> dict[str, Any]:
+    """Returns what the process has written of its threads, as fields of `WorkerStatus`; none if it has not."""
     try:
         with open(f"{asked.path}.stacks", errors="replace") as file:
             libraries = file.readline()
             file.seek(max(asked.stacks_from, len(libraries.encode())))
-            text = file.read(_MOST_ANSWER_BYTES)
+            written = file.read(_MOST_BYTES)
     except OSError:
-        return None
-    return libraries + text if text else None
+        return {}
+    return read_stacks(libraries, written) if written else {}
 
 
-def _parsed(answer: bytes) -> Any:
+def read_stacks(first: str, written: str) -> dict[str, Any]:
+    """Returns the same of what faulthandler has written, after a ``first`` line of JSON about libraries."""
     try:
-        return json.loads(answer)
-    except ValueError:
-        return None
+        libraries = [each for each in json.loads(first)["libraries"] if each and isinstance(each, str)]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        libraries = []
+    stacks: list[tuple[str, list[Frame]]] = []
+    for line in written.split("\n"):
+        if head := _THREAD.match(line):
+            stacks.append((head[2] or f"thread {head[1]}", []))
+        elif stacks and (found := _FRAME.match(line)):
+            stacks[-1][1].append(Frame(found[1], 0 if found[2] == "???" else int(found[2]), found[3]))
+    # The newest thread is written first, so the main thread is the last one.
+    threads = [
+        Thread(name, index == len(stacks) - 1, tuple(reversed(frames))) for index, (name, frames) in enumerate(stacks)
+    ]
+    return {"source": Source.SIGNAL, "threads": tuple(threads), "libraries": tuple(libraries)}

@@ -1,7 +1,7 @@
 """`HostLoad`: what one host has to do besides its workers' processor time: bytes over its network, and its GPUs.
 
-    AskProgress ──► Progress ──► HostLoad ── /proc/net/dev, /sys/class/infiniband
-                                          └─ nvidia-smi, at most each 10 s, while the agent goes on
+    AskStatus ──► StatusCollector ──► HostLoad ── /proc/net/dev, /sys/class/infiniband
+                                               └─ nvidia-smi, at most each 10 s, while the agent goes on
 
 Nothing is looked at unless somebody asks. Where there is no GPU, nvidia-smi is started once at most.
 """
@@ -16,6 +16,9 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from hvdlite_wire.worker_status import HostUsage
 
 _EACH_S = 10.0
 _READ_BYTES = 1 << 14
@@ -49,23 +52,20 @@ class HostLoad:
         self._interface = interface
         self._before = None if interface is None else network_bytes(interface)
 
-    def network(self) -> dict[str, int]:
-        """Returns ``sent`` and ``received``, the bytes since the job began; empty if they are not known."""
+    def network(self) -> HostUsage:
+        """Returns the bytes since the job began, as far as they are known."""
         counts = None if self._interface is None else network_bytes(self._interface)
         if counts is None:
-            return {}
+            return HostUsage()
         self._before = self._before or counts
         sent, received = self._before
-        return {"sent": max(0, counts[0] - sent), "received": max(0, counts[1] - received)}
+        return HostUsage(max(0, counts[0] - sent), max(0, counts[1] - received))
 
-    def facts(self) -> dict[str, object]:
-        """Returns what `network` does, and ``gpus``, parts of the time; only what is known."""
+    def usage(self) -> HostUsage:
+        """Returns what `network` does, and the GPUs."""
         if self._query_at is not None and not self._is_asking and self._query_at <= self._clock():
             self._ask_for_gpus()
-        found: dict[str, object] = {**self.network()}
-        if self.gpus:
-            found["gpus"] = list(self.gpus.values())
-        return found
+        return replace(self.network(), gpus=tuple(self.gpus.values()))
 
     def gpu_use(self, pid: int) -> float | None:
         """Returns the use of the GPU on which this process computes; None if that is not known."""

@@ -110,9 +110,9 @@ def launch(job: JobSpec, store: Store | None = None) -> JobOutcome:
 
         to_close.enter_context(Console(events.put, about))
         reports = Reports(
-            ask=agents.take_report,
+            ask=agents.ask_status,
             running=lambda: running.ending.running,
-            worker=running.roster.__getitem__,
+            roster=running.roster,
             say=screen.say,
             clock=time.monotonic,
             directory=job.report_dir,
@@ -195,7 +195,7 @@ class _Views:
             self.observers.append(LogEvents(roster, screen.record))
         is_asked = job.metrics_file is not None or job.summary_file is not None
         progress = JobProgress(
-            ask=agents.ask_progress,
+            ask=agents.ask_status,
             running=lambda: ending.running,
             roster=roster,
             each_s=WATCH_EACH_S if job.watch else METRICS_EACH_S if is_asked else None,

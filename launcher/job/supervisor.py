@@ -39,14 +39,13 @@ from ..wire.messages import (
     OfWorker,
     Output,
     PeakMemory,
-    Progressed,
     Refused,
     ReportAsked,
-    Reported,
     ScreenDone,
     ScreenFailed,
     Stalled,
     Started,
+    StatusTold,
     Unresponsive,
     UserSignal,
     WatchAsked,
@@ -75,7 +74,7 @@ class Reports(Protocol):
     def on_asked(self, asked: ReportAsked) -> None: ...
     def on_stalled(self, stalled: Stalled) -> None: ...
     def on_unresponsive(self, unresponsive: Unresponsive) -> None: ...
-    def on_reported(self, reported: Reported) -> None: ...
+    def on_told(self, told: StatusTold) -> None: ...
     def on_exit(self, worker: int) -> None: ...
     def time_left_s(self) -> float | None: ...
     def time_passes(self) -> None: ...
@@ -190,9 +189,9 @@ class Supervisor:
                 self._reports.on_stalled(event)
             case Unresponsive():
                 self._reports.on_unresponsive(event)
-            case Reported():
-                self._reports.on_reported(event)
-            case Progressed() | WatchAsked() | PeakMemory() | FaultAsked():
+            case StatusTold():
+                self._reports.on_told(event)
+            case WatchAsked() | PeakMemory() | FaultAsked():
                 pass  # for observers
             case ReportAsked():
                 self._reports.on_asked(event)

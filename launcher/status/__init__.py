@@ -1,9 +1,9 @@
 """What a job and its ranks are doing: for the live view, metrics, the summary, and reports on a job that stands still.
 
     agents ──► progress ──► job_facts ──► metrics, summary, job_view ──► live_view, watch
-    hvdlite-run --report, SIGQUIT, Stalled ──► Reports ── TakeReport ──► agents
-                                                 ◄── Reported: JSON about each worker
-    RankFacts of each rank ──► find_cause ──► report_text ──► screen, --report-dir, who has asked
+    hvdlite-run --report, SIGQUIT, Stalled ──► Reports ── AskStatus ──► agents
+                                                 ◄── StatusTold about each worker
+    RankStatus of each rank ──► find_cause ──► report_text ──► screen, --report-dir, who has asked
 
 `progress` asks how far the workers are. `first_minute` says what a job waits for that has just been started, and
 `late_start` has a report taken before a worker that does not come ends it. `console` is the socket on which a running
@@ -11,6 +11,6 @@ job is asked, and its client.
 
 Modules import only what stands before them:
 
-    untrusted < rank_facts < causes < report_text < reports < progress < first_minute < late_start < job_facts
+    rank_status < causes < report_text < reports < progress < first_minute < late_start < job_facts
         < job_view < live_view < watch < metrics < summary < other_networks < console
 """

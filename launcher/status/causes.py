@@ -1,6 +1,6 @@
 """`find_cause`: which ranks the others probably wait for, and why, from what is known of each rank.
 
-    RankFacts of all ranks ──► find_cause ──► Cause: ranks, what is with them; and those that wait for them
+    RankStatus of all ranks ──► find_cause ──► Cause: ranks, what is with them; and those that wait for them
 
 The kinds are tried in this order, from what is certain to what is likely: no report at all; hosts that do not reach
 each other; a stopped process; one that is ending; one in an uninterruptible wait; one that cannot answer; a program
@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hvdlite_wire.worker_status import Frame, Source
+
 from ..wire.silent_links import Pair, Said, sentence_about, silent_between
-from .rank_facts import Frame, RankFacts, Source
+from .rank_status import RankStatus
 
 # The kernels probe every 2 s.
 _SILENT_S = 6.0
@@ -30,14 +32,14 @@ class Cause:
     whole sentence. ``ways``: the ranks that wait in each of several places, none of which is the exception.
     """
 
-    ranks: tuple[RankFacts, ...]
-    what: Callable[[RankFacts], str]
-    waiting: tuple[RankFacts, ...] = ()
+    ranks: tuple[RankStatus, ...]
+    what: Callable[[RankStatus], str]
+    waiting: tuple[RankStatus, ...] = ()
     cut: tuple[Pair, ...] = ()
-    ways: tuple[tuple[RankFacts, ...], ...] = ()
+    ways: tuple[tuple[RankStatus, ...], ...] = ()
 
 
-def find_cause(facts: Sequence[RankFacts]) -> Cause:
+def find_cause(facts: Sequence[RankStatus]) -> Cause:
     """Returns the probable cause; ``facts`` are of all ranks that run."""
     waiting = tuple(each for each in facts if each.is_waiting())
     silent = silent_between((Said(each.host, each.addresses, each.silent_s) for each in facts), _SILENT_S)
@@ -55,11 +57,11 @@ def find_cause(facts: Sequence[RankFacts]) -> Cause:
     return _among_waiting(waiting)
 
 
-def _among_waiting(waiting: tuple[RankFacts, ...]) -> Cause:
+def _among_waiting(waiting: tuple[RankStatus, ...]) -> Cause:
     """Returns the cause if all ranks that say anything wait for others."""
     if not waiting:
         return _unknown("the program says nothing of itself: it has not called hvd.init() in any worker")
-    by_place: dict[object, list[RankFacts]] = {}
+    by_place: dict[object, list[RankStatus]] = {}
     for each in waiting:
         by_place.setdefault(_waits_at(each), []).append(each)
     ways = sorted(map(tuple, by_place.values()), key=len, reverse=True)
@@ -79,7 +81,7 @@ def _unknown(sentence: str) -> Cause:
     return Cause((), lambda _: sentence)
 
 
-def where(facts: RankFacts) -> str:
+def where(facts: RankStatus) -> str:
     """Returns what a rank does, as the end of a sentence about it."""
     place = facts.place()
     inner = facts.main[-1] if facts.main else None
@@ -89,13 +91,13 @@ def where(facts: RankFacts) -> str:
     return f"is {at}" if inner is None or inner == place else f"is {at}, within {inner.function} ({inner.file})"
 
 
-def _does_not_answer(facts: RankFacts) -> str:
+def _does_not_answer(facts: RankStatus) -> str:
     return (
         f"does not answer: a C extension holds the interpreter's lock, or it gets no processor time. It {where(facts)}"
     )
 
 
-_CERTAIN: tuple[tuple[Callable[[RankFacts], bool], Callable[[RankFacts], str]], ...] = (
+_CERTAIN: tuple[tuple[Callable[[RankStatus], bool], Callable[[RankStatus], str]], ...] = (
     (lambda each: not each.has_come, lambda _: "has no report: its host did not answer in time"),
     (
         lambda each: each.state in _STOPPED,
@@ -116,11 +118,11 @@ _CERTAIN: tuple[tuple[Callable[[RankFacts], bool], Callable[[RankFacts], str]], 
 )
 
 
-def _waits_at(facts: RankFacts) -> tuple[str, Frame | None]:
+def _waits_at(facts: RankStatus) -> tuple[str, Frame | None]:
     return (facts.waits[0].what if facts.waits else "", facts.place())
 
 
-def first_difference(one: RankFacts, other: RankFacts) -> tuple[Frame, Frame] | None:
+def first_difference(one: RankStatus, other: RankStatus) -> tuple[Frame, Frame] | None:
     """Returns the first lines of the user's program at which the main threads of two ranks differ; None if nowhere."""
     mine = [frame for frame in one.main if one.is_users(frame)]
     theirs = [frame for frame in other.main if other.is_users(frame)]

@@ -14,7 +14,8 @@ from ..system.signals import shell_code, signal_name
 from ..wire.messages import Event, Exited, Lost, PeakMemory, Started
 from ..workers.generation_table import GenerationRow, GenerationTable
 from ..workers.roster import Roster
-from .progress import JobProgress, RankProgress
+from .progress import JobProgress
+from .rank_status import RankStatus
 
 # An elastic job may have any number of workers, one after another.
 _MOST_ENDS = 10_000
@@ -35,7 +36,7 @@ class WorkerEnd:
     how: str
     is_fault: bool
     peak_memory: int
-    last: RankProgress
+    last: RankStatus
 
 
 @dataclass
@@ -113,7 +114,7 @@ class JobFacts:
         last = {end.rank: end for end in self.ends if end.rank is not None}
         return [last[rank] for rank in sorted(last)]
 
-    def last_ranks(self) -> list[RankProgress]:
+    def last_ranks(self) -> list[RankStatus]:
         """Returns how far each rank had come when the last worker with that rank ended."""
         return [replace(end.last, rank=end.rank) for end in self.last_ends()]
 

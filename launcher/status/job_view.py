@@ -8,17 +8,20 @@ JobFacts ──► JobView ──► live_view, on the launcher's terminal
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
+from enum import Enum
 from typing import Any
 
+from hvdlite_wire.worker_status import Source, Wait
+
 from ..system.terminal_text import command_in_one_line
-from ..workers.failure_message import name_ranks, name_workers
 from .job_facts import JobFacts
-from .progress import HostProgress, RankProgress
+from .progress import HostProgress
+from .rank_status import RankStatus
 
 LATE = 0.1
-"""From this `RankProgress.cost` on, a rank is said to hold up the others."""
+"""From this `RankStatus.cost` on, a rank is said to hold up the others."""
 WAITS_S = 2.0
 """A rank that has waited for so long is said to wait: shorter waits are part of any step."""
 
@@ -34,7 +37,7 @@ class JobView:
     command: str
     generation: int | None
     faults: int
-    ranks: Sequence[RankProgress]
+    ranks: Sequence[RankStatus]
     hosts: Mapping[str, HostProgress]
 
     @classmethod
@@ -46,12 +49,12 @@ class JobView:
 
     def data(self) -> dict[str, Any]:
         """Returns it for JSON."""
-        return asdict(self)
+        return asdict(self, dict_factory=lambda fields: {name: _plain(value) for name, value in fields})
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> JobView:
         """Returns what `data` was made of; raises KeyError, TypeError or ValueError for anything else."""
-        ranks = [_made(RankProgress, each) for each in data["ranks"]]
+        ranks = [_made_rank(each) for each in data["ranks"]]
         hosts = {str(host): _made(HostProgress, each) for host, each in data["hosts"].items()}
         generation = data["generation"]
         return cls(
@@ -102,7 +105,7 @@ class JobView:
         line = f"{age(self.age_s)}: {', '.join(self.summary())}"
         worst = max(self.ranks, key=severity, default=None)
         if worst is not None and (trouble := trouble_of(worst)):
-            line += f"; {name_of(worst)} on {worst.host} {trouble}"
+            line += f"; {worst.name} on {worst.host} {trouble}"
         return line
 
 
@@ -112,12 +115,21 @@ def _made(kind: type[Any], data: Mapping[str, Any]) -> Any:
     return kind(**{name: value for name, value in data.items() if name in known})
 
 
-def severity(rank: RankProgress) -> tuple[bool, float, float]:
+def _made_rank(data: Mapping[str, Any]) -> RankStatus:
+    made: RankStatus = _made(RankStatus, data)
+    return replace(made, waits=tuple(_made(Wait, each) for each in data["waits"]), source=Source(data["source"]))
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
+
+
+def severity(rank: RankStatus) -> tuple[bool, float, float]:
     """Returns what is larger for a rank that a person wants to see sooner."""
     return rank.is_silent, rank.cost or 0.0, rank.waited_s if rank.waited_s >= WAITS_S else 0.0
 
 
-def trouble_of(rank: RankProgress) -> str:
+def trouble_of(rank: RankStatus) -> str:
     """Returns in words what is wrong with a rank, or what it waits for; "" if nothing is."""
     if rank.is_ending:
         return "is ending"
@@ -128,10 +140,6 @@ def trouble_of(rank: RankProgress) -> str:
     if rank.waited_s >= WAITS_S:
         return f"waits {rank.waited_s:.0f} s for {rank.waits_for}"
     return ""
-
-
-def name_of(rank: RankProgress) -> str:
-    return name_workers([rank.worker]) if rank.rank is None else name_ranks([rank.rank])
 
 
 def age(seconds: float) -> str:

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .job_view import JobView, age, bytes_in_short, in_short, name_of, severity, trouble_of
-from .progress import RankProgress
+from .job_view import JobView, age, bytes_in_short, in_short, severity, trouble_of
+from .rank_status import RankStatus
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -130,7 +130,7 @@ class LiveView:
 
 def _rows(view: JobView, most: int) -> list[_Row]:
     """Returns the lines of the tree, of all ranks if there is room, or else of those that are worst off."""
-    by_host: dict[str, list[RankProgress]] = {host: [] for host in view.hosts}
+    by_host: dict[str, list[RankStatus]] = {host: [] for host in view.hosts}
     for rank in _chosen(view.ranks, len(view.hosts), most):
         by_host[rank.host].append(rank)
     rows = []
@@ -144,7 +144,7 @@ def _rows(view: JobView, most: int) -> list[_Row]:
     return rows if len(rows) > 1 else []
 
 
-def _chosen(ranks: Sequence[RankProgress], hosts: int, most: int) -> list[RankProgress]:
+def _chosen(ranks: Sequence[RankStatus], hosts: int, most: int) -> list[RankStatus]:
     if len(ranks) + hosts <= most:
         return list(ranks)
     room = most - 1  # one tells of the others
@@ -175,13 +175,13 @@ def _host_row(view: JobView, host: str) -> _Row:
     return _Row("", host, "bold", cells, wire)
 
 
-def _rank_row(branch: str, rank: RankProgress) -> _Row:
+def _rank_row(branch: str, rank: RankStatus) -> _Row:
     cells = {name: text for name, of in _COLUMNS.items() if (text := of(rank)) is not None}
     style = "bold red" if rank.is_silent else "yellow"
-    return _Row(branch, name_of(rank), "", cells, trouble_of(rank), style)
+    return _Row(branch, rank.name, "", cells, trouble_of(rank), style)
 
 
-_COLUMNS: Mapping[str, Callable[[RankProgress], str | None]] = {
+_COLUMNS: Mapping[str, Callable[[RankStatus], str | None]] = {
     "step": lambda rank: None if rank.step is None else str(rank.step),
     "steps/s": lambda rank: None if rank.rate is None else in_short(rank.rate),
     "samples/s": lambda rank: None if rank.sample_rate is None else in_short(rank.sample_rate),

@@ -1,6 +1,6 @@
 """``--metrics-textfile``: a job's numbers in a file for Prometheus, as node_exporter's textfile collector reads it.
 
-    JobFacts, RankProgress ──► Metrics ──► FILE, replaced as a whole each 10 s and at the end
+    JobFacts, RankStatus ──► Metrics ──► FILE, replaced as a whole each 10 s and at the end
 
 No port is open.
 """
@@ -13,7 +13,7 @@ from ..errors import why_not_written
 from ..system.whole_files import replace_file
 from ..version import VERSION
 from .job_facts import JobFacts
-from .progress import RankProgress
+from .rank_status import RankStatus
 
 METRICS_EACH_S = 10.0
 """How often the file is written."""
@@ -64,7 +64,7 @@ def metrics_text(facts: JobFacts, *, is_up: bool, exit_code: int | None = None) 
 
 
 def _families(
-    facts: JobFacts, ranks: Sequence[RankProgress], *, is_up: bool, exit_code: int | None
+    facts: JobFacts, ranks: Sequence[RankStatus], *, is_up: bool, exit_code: int | None
 ) -> Iterator[tuple[str, str, str, list[Sample]]]:
     """Yields name, type, help and samples of each metric."""
     one: Callable[[float], list[Sample]] = lambda value: [({}, value)]  # noqa: E731  # the shortest form
@@ -121,7 +121,7 @@ def _families(
     )
 
 
-def _rank(rank: RankProgress) -> str:
+def _rank(rank: RankStatus) -> str:
     return "" if rank.rank is None else str(rank.rank)
 
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from hvdlite_wire.worker_status import Frame, Source
+
 from ..system.table import table
 from ..workers.failure_message import ranges
 from .causes import Cause, find_cause, first_difference, where
-from .rank_facts import Frame, RankFacts, Source, sorted_by_rank
+from .rank_status import RankStatus, sorted_by_rank
 
 STANDS_STILL_AFTER_S = 10.0
 """The time of one wait for others from which a job is said to stand still; a step seldom takes that long."""
@@ -30,7 +32,7 @@ class JobReport:
 
     number: int
     why: str
-    facts: Sequence[RankFacts]
+    facts: Sequence[RankStatus]
     took_s: float
     ended: Sequence[int] = ()
 
@@ -65,7 +67,7 @@ class JobReport:
                 "cut": [list(pair) for pair in cause.cut],
                 "ways": [[each.worker for each in way] for way in cause.ways],
             },
-            "ranks": [each.data() for each in facts],
+            "ranks": [each.report_data() for each in facts],
             "ended": list(self.ended),
         }
 
@@ -78,7 +80,7 @@ class Verdict(Enum):
     NOT_KNOWN = "not known"
 
 
-def verdict(facts: Sequence[RankFacts]) -> Verdict:
+def verdict(facts: Sequence[RankStatus]) -> Verdict:
     """Judges a job: it stands still if a rank cannot run, or has waited for others for `STANDS_STILL_AFTER_S`."""
     waited_s = max((wait.waited_s for each in facts for wait in each.waits), default=0.0)
     if waited_s >= STANDS_STILL_AFTER_S or any(not each.can_run() for each in facts):
@@ -92,7 +94,7 @@ def verdict(facts: Sequence[RankFacts]) -> Verdict:
     return Verdict.GOES_ON
 
 
-def name_all(facts: Sequence[RankFacts]) -> str:
+def name_all(facts: Sequence[RankStatus]) -> str:
     """Returns the names of these ranks, with ranges, as in ``ranks 0-3, 5 and worker 9``."""
     ranks = sorted(each.rank for each in facts if each.rank is not None)
     others = sorted(each.worker for each in facts if each.rank is None)
@@ -132,7 +134,7 @@ def _cause_lines(cause: Cause) -> list[str]:
     return lines
 
 
-def _places(facts: Sequence[RankFacts]) -> set[Frame]:
+def _places(facts: Sequence[RankStatus]) -> set[Frame]:
     return {place for each in facts if (place := each.place()) is not None}
 
 
@@ -144,7 +146,7 @@ def _ways_lines(cause: Cause) -> list[str]:
     return lines + (_difference_lines(cause.ways[0][0], cause.ways[1][0]) if cause.ways else [])
 
 
-def _difference_lines(one: RankFacts, other: RankFacts) -> list[str]:
+def _difference_lines(one: RankStatus, other: RankStatus) -> list[str]:
     differ = first_difference(one, other)
     return [] if differ is None else [f"  first difference: {one.name} at {differ[0]}, {other.name} at {differ[1]}"]
 
@@ -159,12 +161,12 @@ def _ranks_lines(cause: Cause) -> list[str]:
     return lines
 
 
-def _stacks(facts: Sequence[RankFacts], cause: Cause) -> list[str]:
+def _stacks(facts: Sequence[RankStatus], cause: Cause) -> list[str]:
     """The main threads' stacks, equal ones once; those of the cause first, with all of its threads.
 
     Ranks that wait for others are a line.
     """
-    groups: dict[tuple[object, ...], list[RankFacts]] = {}
+    groups: dict[tuple[object, ...], list[RankStatus]] = {}
     for each in sorted(facts, key=lambda each: each not in cause.ranks):
         if each.main:
             # Within the same line of the program, ranks that wait differ by chance in how deep in a library they are.
@@ -179,7 +181,7 @@ def _stacks(facts: Sequence[RankFacts], cause: Cause) -> list[str]:
                 lines.append(f"  {name_all(those)}, {'each of which' if len(those) > 1 else 'which'} {where(those[0])}")
             continue
         frames = those[0].main
-        how = " (written on a signal, since it did not answer)" if those[0].is_mute else ""
+        how = " (written on a signal, since it did not answer)" if those[0].is_silent else ""
         lines += [f"  main thread of {name_all(those)}{how}:", *_frame_lines(frames, those[0])]
         if those[0] in cause.ranks[:1]:
             for thread in those[0].threads:
@@ -190,7 +192,7 @@ def _stacks(facts: Sequence[RankFacts], cause: Cause) -> list[str]:
     return lines
 
 
-def _frame_lines(frames: Sequence[Frame], facts: RankFacts) -> list[str]:
+def _frame_lines(frames: Sequence[Frame], facts: RankStatus) -> list[str]:
     frames = [frame for frame in frames if not frame.file.startswith("<frozen importlib")]
     left_out = len(frames) - _MOST_FRAMES
     more = [f"    ... {left_out} frames left out"] if left_out > 0 else []
@@ -201,11 +203,11 @@ def _frame_lines(frames: Sequence[Frame], facts: RankFacts) -> list[str]:
 _HEAD = ("rank", "worker", "host", "pid", "state", "cpu s", "MiB", "step", "buckets", "waits for")
 
 
-def _table(facts: Sequence[RankFacts]) -> list[str]:
+def _table(facts: Sequence[RankStatus]) -> list[str]:
     return [f"  {line}" for line in table([_HEAD, *map(_row, facts)])]
 
 
-def _row(facts: RankFacts) -> tuple[str, ...]:
+def _row(facts: RankStatus) -> tuple[str, ...]:
     own = next((each for each in facts.processes if each.pid == facts.pid), None)
     optimizer = facts.optimizers[0] if facts.optimizers else None
     buckets = "–" if optimizer is None else f"{optimizer.sent} of {optimizer.buckets}"
@@ -226,4 +228,4 @@ def _row(facts: RankFacts) -> tuple[str, ...]:
     )
 
 
-_NOBODY = RankFacts(worker=-1, rank=None, host="", pid=0)
+_NOBODY = RankStatus(worker=-1)

@@ -1,6 +1,6 @@
 """`Reports`: takes reports on a running job, one at a time, and passes each on when all hosts have answered.
 
-    TakeReport to the agents ──► on_reported, until all have come, or the time is over ──► screen, files, who has asked
+    AskStatus to the agents ──► on_told, until all have come, or the time is over ──► screen, files, who has asked
 
 `supervisor` calls it. It has no connection, thread or clock of its own.
 """
@@ -11,13 +11,13 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 from hvdlite_wire.safe_paths import write_file
 
 from ..errors import why_not_written
-from ..wire.messages import ReportAsked, Reported, Stalled, Unresponsive
-from .rank_facts import RankFacts, read_facts
+from ..wire.messages import AskStatus, ReportAsked, Stalled, StatusTold, Unresponsive
+from ..workers.roster import Roster
+from .rank_status import RankStatus
 from .report_text import JobReport
 
 # Agents stop to collect after 4 s.
@@ -28,38 +28,27 @@ _PAUSE_S = 600.0
 Answer = Callable[[str, object], None]
 
 
-class Worker(Protocol):
-    """What the roster knows of a worker."""
-
-    @property
-    def host(self) -> str: ...
-    @property
-    def rank(self) -> int | None: ...
-    @property
-    def pid(self) -> int: ...
-
-
 class Reports:
     """The reports of one job."""
 
     def __init__(
         self,
         *,
-        ask: Callable[[int], None],
+        ask: Callable[[AskStatus], None],
         running: Callable[[], Collection[int]],
-        worker: Callable[[int], Worker],
+        roster: Roster,
         say: Callable[[str], None],
         clock: Callable[[], float],
         directory: str | None,
         ended: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """``ask`` sends a `TakeReport` with this number to all agents. ``directory`` is --report-dir.
+        """``ask`` sends a question to all agents. ``directory`` is --report-dir.
 
         ``ended`` returns the ranks that have ended, of which a report has only the number.
         """
         self._ask = ask
         self._running = running
-        self._worker = worker
+        self._roster = roster
         self._say = say
         self._clock = clock
         self._directory = directory
@@ -71,7 +60,7 @@ class Reports:
         self._is_shown = False
         self._askers: list[Answer] = []
         self._waiting: set[int] = set()
-        self._facts: dict[int, RankFacts] = {}
+        self._found: dict[int, RankStatus] = {}
         self._last_at: float | None = None
 
     def on_asked(self, asked: ReportAsked) -> None:
@@ -86,28 +75,23 @@ class Reports:
         """Takes a report since a worker has waited for long, unless there was one lately."""
         if self._last_at is None or self._clock() - self._last_at >= _PAUSE_S:
             self._last_at = self._clock()
-            self._begin(
-                f"since {self._name(stalled.worker)} has waited {stalled.waited_s:.0f} s for others", is_shown=True
-            )
+            name = self._roster.name([stalled.worker])
+            self._begin(f"since {name} has waited {stalled.waited_s:.0f} s for others", is_shown=True)
 
     def on_unresponsive(self, unresponsive: Unresponsive) -> None:
         """Takes a report before a worker is ended that does not respond."""
-        name = self._name(unresponsive.worker)
+        name = self._roster.name([unresponsive.worker])
         self._begin(f"since {name} has not responded for {unresponsive.silent_s:.0f} s", is_shown=True)
 
     def on_late_start(self, waited_s: float) -> None:
         """Takes a report since some ranks have waited so long in hvd.init() for others, which will end the job."""
         self._begin(f"since ranks have waited {waited_s:.0f} s in hvd.init() for others", is_shown=True)
 
-    def on_reported(self, reported: Reported) -> None:
+    def on_told(self, told: StatusTold) -> None:
         """Takes what an agent has found out about a worker."""
-        if self._began_at is None or reported.number != self._number:
-            return
-        known = self._worker(reported.worker)
-        self._facts[reported.worker] = read_facts(
-            reported.facts, worker=reported.worker, rank=known.rank, host=known.host, pid=known.pid
-        )
-        self._forget(reported.worker)
+        if told.in_full and self._began_at is not None and told.number == self._number:
+            self._found[told.worker] = RankStatus.known(told.worker, self._roster, told.status)
+            self._forget(told.worker)
 
     def on_exit(self, worker: int) -> None:
         """Waits no more for a worker that has ended."""
@@ -122,13 +106,8 @@ class Reports:
         """Ends a report whose time is over, without the workers that have not come."""
         if (left_s := self.time_left_s()) is not None and left_s <= 0:
             for worker in self._waiting:
-                known = self._worker(worker)
-                self._facts[worker] = RankFacts(worker, known.rank, known.host, known.pid, has_come=False)
+                self._found[worker] = RankStatus.known(worker, self._roster, has_come=False)
             self._finish()
-
-    def _name(self, worker: int) -> str:
-        rank = self._worker(worker).rank
-        return f"worker {worker}" if rank is None else f"rank {rank}"
 
     def _begin(self, why: str, *, is_shown: bool) -> None:
         self._is_shown = self._is_shown or is_shown
@@ -136,10 +115,10 @@ class Reports:
             return
         self._number += 1
         self._began_at, self._why = self._clock(), why
-        self._facts.clear()
+        self._found.clear()
         self._waiting = set(self._running())
         if self._waiting:
-            self._ask(self._number)
+            self._ask(AskStatus(self._number, in_full=True))
         else:
             self._finish()
 
@@ -151,7 +130,7 @@ class Reports:
     def _finish(self) -> None:
         assert self._began_at is not None, "it was begun"
         took_s = self._clock() - self._began_at
-        report = JobReport(self._number, self._why, list(self._facts.values()), took_s, sorted(self._ended()))
+        report = JobReport(self._number, self._why, list(self._found.values()), took_s, sorted(self._ended()))
         self._began_at = None
         text, data = report.text(), report.data()
         if self._is_shown:

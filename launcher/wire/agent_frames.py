@@ -20,7 +20,7 @@ from ..errors import ProtocolError
 from . import store_messages
 from .messages import (
     Alive,
-    AskProgress,
+    AskStatus,
     Beat,
     Exited,
     Greet,
@@ -34,16 +34,14 @@ from .messages import (
     Output,
     OutputTaken,
     PeakMemory,
-    Progressed,
     Refused,
-    Reported,
     SignalWorkers,
     Stalled,
     Started,
     StartJob,
     StartWorkers,
+    StatusTold,
     Stream,
-    TakeReport,
 )
 from .store_messages import StoreCommand, StoreEvent
 
@@ -81,17 +79,15 @@ _KINDS_OF_JSON: Mapping[type[Message], int] = {
     StartWorkers: 25,
     Alive: 26,
     Stalled: 27,
-    Reported: 28,
-    TakeReport: 29,
-    Progressed: 30,
-    AskProgress: 31,
+    StatusTold: 28,
+    AskStatus: 29,
     PeakMemory: 32,
 }
 # In another version they may have more fields. They are read all the same, since they tell which version it is.
 _GREETINGS = (_KINDS_OF_JSON[Hello], _KINDS_OF_JSON[Greet])
 _OF_KIND = {kind: message for message, kind in _KINDS_OF_JSON.items()}
 _KINDS = frozenset({*_STREAMS, _INPUT_KIND, *store_messages.KINDS, *_OF_KIND})
-_COMMANDS = (StartJob, StartWorkers, SignalWorkers, TakeReport, AskProgress, OutputTaken, Greet)
+_COMMANDS = (StartJob, StartWorkers, SignalWorkers, AskStatus, OutputTaken, Greet)
 _OF_LAUNCHER = {_INPUT_KIND, *store_messages.COMMAND_KINDS, *(_KINDS_OF_JSON[command] for command in _COMMANDS)}
 
 FROM_LAUNCHER = frozenset({*_OF_LAUNCHER, _KINDS_OF_JSON[Beat]})

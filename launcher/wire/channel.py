@@ -62,9 +62,9 @@ class Channel:
             self.closed = True
         yield from self._decoder.feed(data)
 
-    def send(self, message: Message) -> None:
-        """Queues a message for the next `flush`."""
-        self._outgoing += encode(message)
+    def send(self, message: Message | bytes) -> None:
+        """Queues a message for the next `flush`; bytes are one that is encoded already."""
+        self._outgoing += message if isinstance(message, bytes) else encode(message)
 
     def flush(self) -> None:
         """Writes as much as the launcher accepts now, and has the event loop call this again for the rest."""

@@ -1,9 +1,8 @@
 """The messages between launcher and agents, and the other events of the launcher's event loop, as dataclasses.
 
-    launcher ── Greet, StartJob, StartWorkers, SignalWorkers, TakeReport, AskProgress, Input, OutputTaken,
-                                                                                           Beat ──► agent
-    launcher ◄── Hello, Started, InputWanted, Output, InitStarted, InitDone, InitFailed, Alive, Stalled, Reported,
-                                                                     Progressed, Exited, Refused, Beat ── agent
+    launcher ── Greet, StartJob, StartWorkers, SignalWorkers, AskStatus, Input, OutputTaken, Beat ──► agent
+    launcher ◄── Hello, Started, InputWanted, Output, InitStarted, InitDone, InitFailed, Alive, Stalled, StatusTold,
+                                                                                 Exited, Refused, Beat ── agent
 
 To end a job the launcher sends `SignalWorkers`, and at last closes the agent's stdin: the agent then kills what is
 left. The messages about the rendezvous store are in `store_messages`, and `agent_frames` encodes both as bytes. The
@@ -25,6 +24,7 @@ from typing import Annotated, Literal
 from hvdlite_wire.assignments import NewWorkerPolicy
 from hvdlite_wire.codec import Between
 from hvdlite_wire.field_types import Address, Bytes, Count, Pid, Seconds, Text, WorkerNumber
+from hvdlite_wire.worker_status import WorkerStatus
 
 from .store_messages import StoreCommand, StoreEvent
 
@@ -139,21 +139,13 @@ class Stalled:
 
 
 @dataclass(frozen=True)
-class Reported:
-    """What an agent has found out about a worker, for the report ``number``: JSON, as `host.collect` describes it."""
+class StatusTold:
+    """What a worker does: the answer to the `AskStatus` with this ``number`` and ``in_full``; 0 at the worker's end."""
 
     worker: WorkerNumber
     number: Count
-    facts: Text
-
-
-@dataclass(frozen=True)
-class Progressed:
-    """How far a worker is: JSON, as `host.ask_progress` describes it. ``number``: the question's; 0 at its end."""
-
-    worker: WorkerNumber
-    number: Count
-    facts: Text
+    in_full: bool
+    status: WorkerStatus
 
 
 @dataclass(frozen=True)
@@ -356,8 +348,7 @@ OfWorker = (
     | InitFailed
     | Alive
     | Stalled
-    | Reported
-    | Progressed
+    | StatusTold
     | Exited
     | PeakMemory
 )
@@ -434,17 +425,14 @@ class SignalWorkers:
 
 
 @dataclass(frozen=True)
-class TakeReport:
-    """Asks an agent for a `Reported` about each worker that runs on its host."""
+class AskStatus:
+    """Asks an agent for a `StatusTold` about each worker that runs on its host.
+
+    ``in_full``: also what only a report shows, for which the agent looks at all their processes.
+    """
 
     number: Count
-
-
-@dataclass(frozen=True)
-class AskProgress:
-    """Asks an agent for a `Progressed` about each worker that runs on its host."""
-
-    number: Count
+    in_full: bool
 
 
 @dataclass(frozen=True)
@@ -462,16 +450,5 @@ class OutputTaken:
     count: Annotated[int, Between(0, 1 << 40)]
 
 
-Command = (
-    Greet
-    | OutputTaken
-    | StartJob
-    | StartWorkers
-    | SignalWorkers
-    | TakeReport
-    | AskProgress
-    | Input
-    | StoreCommand
-    | Beat
-)
+Command = Greet | OutputTaken | StartJob | StartWorkers | SignalWorkers | AskStatus | Input | StoreCommand | Beat
 Message = WorkerEvent | StoreEvent | Hello | Command

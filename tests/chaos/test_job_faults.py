@@ -65,7 +65,7 @@ class Played:
         reports = Reports(
             ask=lambda _: None,
             running=lambda: ending.running,
-            worker=roster.__getitem__,
+            roster=roster,
             say=self.say,
             clock=self._now,
             directory=None,

@@ -12,7 +12,9 @@ import time
 
 import pytest
 import torch
+from hvdlite_wire.codec import decode
 from hvdlite_wire.store_requests import StoreRequest
+from hvdlite_wire.worker_status import OwnStatus
 
 from hvdlite.runtime import hang_report, world
 from hvdlite.runtime.hang_report import HangReporter
@@ -31,24 +33,23 @@ class Store:
 class Reporter:
     """A reporter in the current directory, of a process that has waited for 100 s."""
 
-    def __init__(self, describe_briefly=lambda: {"rank": 0}, waited_s=lambda: 100.0) -> None:
+    def __init__(self, describe=lambda _: OwnStatus(steps={"optimizer 1": 4}), waited_s=lambda: 100.0) -> None:
         self.store = Store()
         self.reporter = HangReporter(
             ".",
             3,
             self.store,
-            describe=dict,
-            describe_briefly=describe_briefly,
+            describe=describe,
             waited_s=waited_s,
             warn_after_s=60.0,
         )
 
-    def ask(self) -> bytes:
+    def ask(self, what: bytes = b"brief") -> bytes:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(60)
             connection.connect(f"r{os.getpid()}")
-            connection.sendall(b"brief")
-            return connection.recv(1 << 16)
+            connection.sendall(what)
+            return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
     def close(self) -> None:
         self.reporter.leave_to_parent()
@@ -110,21 +111,25 @@ def test_a_rank_that_could_open_no_file_for_a_moment_answers_afterwards(monkeypa
         patch.setattr(hang_report.socket, "socket", RunsOut)
         reporter = Reporter()
     try:
-        assert json.loads(reporter.ask()) == {"worker": 3, "rank": 0}
+        assert decode(OwnStatus, reporter.ask()) == OwnStatus(3, {"optimizer 1": 4})
         assert failures == []
     finally:
         reporter.close()
 
 
-def test_what_cannot_be_told_is_told_as_an_error_and_ends_neither_the_thread_nor_the_program():
-    reporter = Reporter(lambda: {"rank": 0, "samples": torch.tensor(5)})
+@pytest.mark.parametrize("wrong", [torch.tensor(5), -1, 1.5])
+def test_what_cannot_be_told_is_told_as_an_error_and_ends_neither_the_thread_nor_the_program(wrong):
+    reporter = Reporter(lambda _: OwnStatus(samples=wrong))
     try:
         reporter.reporter.note_progress()
         with open("worker.3.progress", "rb") as file:
             assert reporter.ask() == reporter.ask() == file.read()
-        answer = json.loads(reporter.ask())
-        assert answer["worker"] == 3
-        assert answer["error"].startswith("TypeError: ")
+        answer = decode(OwnStatus, reporter.ask())
+        assert answer.worker == 3
+        assert "Error: " in answer.error
+        in_full = decode(OwnStatus, reporter.ask(b"report"))
+        assert "Error: " in in_full.error
+        assert any(thread.is_main for thread in in_full.threads)
         reporter.reporter.forget_note()
         assert not os.path.exists("worker.3.progress")
     finally:
@@ -135,4 +140,4 @@ def test_samples_that_are_counted_by_a_tensor_are_told_as_a_number(monkeypatch):
     monkeypatch.setattr(world._process, "samples", None)
     world.note_samples(torch.tensor(5))
     world.note_samples(2)
-    assert json.dumps(world._describe_briefly()["samples"]) == "7"
+    assert json.dumps(world._describe(False).samples) == "7"

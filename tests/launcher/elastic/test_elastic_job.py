@@ -89,7 +89,7 @@ class Played:
         reports = Reports(
             ask=lambda _: None,
             running=lambda: self.ending.running,
-            worker=roster.__getitem__,
+            roster=roster,
             say=self.say,
             clock=lambda: self.now_s,
             directory=None,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import selectors
 import socket
@@ -17,8 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 from hvdlite_launcher.host import collect as collecting
-from hvdlite_launcher.host.collect import collect
-from no_files import no_files_left
+from hvdlite_launcher.host.collect import collect, read_stacks
+from hvdlite_wire.codec import encode
+from hvdlite_wire.worker_status import Frame, OwnStatus, Source, Thread
 
 RANKS = 64
 
@@ -96,9 +95,9 @@ def directory() -> Iterator[Path]:
 
 
 def test_many_ranks_are_each_asked_once_and_the_systems_processes_are_read_once(directory, monkeypatch):
-    frames = [["/usr/lib/python3/library.py", line, "function"] for line in range(200)]
-    answer = {"libraries": [], "threads": [{"name": "t", "is_main": True, "frames": frames}] * 10}
-    ranks = Ranks(directory, RANKS, json.dumps(answer).encode())
+    frames = tuple(Frame("/usr/lib/python3/library.py", line, "function") for line in range(200))
+    threads = (Thread("t", True, frames),) * 10
+    ranks = Ranks(directory, RANKS, encode(OwnStatus(threads=threads)))
     read = []
     every = psutil.process_iter
     monkeypatch.setattr(psutil, "process_iter", lambda: read.append(1) or every())
@@ -109,45 +108,45 @@ def test_many_ranks_are_each_asked_once_and_the_systems_processes_are_read_once(
         ranks.close()
     assert len(read) == 1
     assert ranks.asked == [b"report"] * RANKS
-    assert [each["answer"] for each in facts.values()] == [answer] * RANKS
+    assert [each.threads for each in facts.values()] == [threads] * RANKS
     for worker, process in enumerate(ranks.processes):
-        own, child = facts[worker]["processes"]
-        assert (facts[worker]["pid"], own["pid"]) == (process.pid, process.pid)
-        assert own["pid"] != child["pid"]
+        own, child = facts[worker].processes
+        assert (facts[worker].worker, facts[worker].pid, own.pid) == (worker, process.pid, process.pid)
+        assert own.pid != child.pid
 
 
 def test_a_worker_that_has_ended_leaves_the_others_facts_as_they_are(directory):
-    ranks = Ranks(directory, 1, b"{}")
+    ranks = Ranks(directory, 1, encode(OwnStatus()))
     gone = subprocess.Popen(["true"])
     gone.wait()
     try:
         facts = collect({0: gone.pid, 1: ranks.processes[0].pid}, str(directory))
     finally:
         ranks.close()
-    assert (facts[0]["processes"], facts[0]["can_answer"], facts[0]["answer"]) == ([], False, None)
-    assert len(facts[1]["processes"]) == 2
-    assert facts[1]["answer"] == {}
+    assert (facts[0].processes, facts[0].can_answer, facts[0].source) == ((), False, Source.NONE)
+    assert len(facts[1].processes) == 2
+    assert facts[1].source is Source.ANSWER
 
 
 def test_a_process_that_ends_while_it_is_asked_leaves_the_others_facts_as_they_are(directory):
-    ending, staying = Ranks(directory, 1, None), Ranks(directory, 1, b"{}")
+    ending, staying = Ranks(directory, 1, None), Ranks(directory, 1, encode(OwnStatus()))
     try:
         facts = collect({0: ending.processes[0].pid, 1: staying.processes[0].pid}, str(directory))
     finally:
         ending.close()
         staying.close()
-    assert (facts[0]["can_answer"], facts[0]["answer"]) == (True, None)
-    assert facts[1]["answer"] == {}
+    assert (facts[0].can_answer, facts[0].source) == (True, Source.NONE)
+    assert facts[1].source is Source.ANSWER
 
 
 def test_a_worker_that_has_ended_and_is_not_reaped_is_described_as_a_zombie(directory):
     ended = subprocess.Popen(["true"])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
     try:
-        (described,) = collect({0: ended.pid}, str(directory))[0]["processes"]
+        (described,) = collect({0: ended.pid}, str(directory))[0].processes
     finally:
         ended.wait()
-    assert (described["pid"], described["state"], described["command"]) == (ended.pid, "zombie", "")
+    assert (described.pid, described.state, described.command) == (ended.pid, "zombie", "")
 
 
 # Reaches its line, and stays there, in the part of a process that a signal does not end.
@@ -178,9 +177,9 @@ def test_a_program_that_has_not_called_init_has_its_stacks_written_by_what_torch
     process = standing("stays", directory)
     try:
         facts = collect({0: process.pid}, str(directory))[0]
-        assert (facts["pid"], facts["can_answer"], facts["answer"]) == (process.pid, False, None)
-        assert '"libraries"' in facts["stacks"].splitlines()[0]
-        assert 'File "<string>", line 9 in load' in facts["stacks"]
+        assert (facts.pid, facts.can_answer, facts.source) == (process.pid, False, Source.SIGNAL)
+        assert facts.libraries
+        assert Frame("<string>", 9, "load") in facts.threads[-1].frames
     finally:
         process.communicate()
     assert process.returncode == 0
@@ -201,34 +200,42 @@ def test_stacks_that_are_removed_while_they_are_written_leave_the_others_as_they
     finally:
         ending.communicate()
         staying.communicate()
-    assert facts[0]["stacks"] is None
-    assert 'File "<string>", line 9 in load' in facts[1]["stacks"]
+    assert facts[0].source is Source.NONE
+    assert Frame("<string>", 9, "load") in facts[1].threads[-1].frames
 
 
 def test_a_process_that_has_become_another_program_is_not_ended_by_the_signal(directory):
     process = standing("becomes another", directory)
     try:
         assert (directory / f"r{process.pid}.stacks").exists()
-        assert collect({0: process.pid}, str(directory))[0]["stacks"] is None
+        assert collect({0: process.pid}, str(directory))[0].source is Source.NONE
     finally:
         process.communicate()
     assert process.returncode == 1  # the end of its input ends `read`
 
 
-def fail_to_fork() -> int:
-    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+def test_stacks_that_were_written_on_a_signal_are_read_with_the_main_thread_last():
+    written = (
+        "Thread 0x00007f01 (most recent call first):\n"
+        '  File "/lib/threading.py", line 10 in wait\n'
+        '  File "t.py", line 3 in work\n'
+        "\n"
+        "Current thread 0x00007f02 (most recent call first):\n"
+        '  File "/lib/re.py", line 166 in match\n'
+        '  File "t.py", line ??? in load\n'
+        '  File "t.py", line 13 in <module>\n'
+        "\nExtension modules: numpy.core (total: 1)\n"
+    )
+    stacks = read_stacks('{"libraries": ["/lib/"]}\n', written)
+    assert stacks["source"] is Source.SIGNAL
+    assert stacks["libraries"] == ("/lib/",)
+    work = Thread("thread 0x00007f01", False, (Frame("t.py", 3, "work"), Frame("/lib/threading.py", 10, "wait")))
+    main = (Frame("t.py", 13, "<module>"), Frame("t.py", 0, "load"), Frame("/lib/re.py", 166, "match"))
+    assert stacks["threads"] == (work, Thread("thread 0x00007f02", True, main))
 
 
-@pytest.mark.parametrize("lacks", ["files", "processes"])
-def test_a_host_without_files_or_processes_for_a_report_goes_on_without_it(monkeypatch, tmp_path, lacks):
-    with selectors.DefaultSelector() as selector:
-        collector = collecting.Collector(selector, lambda _: None)
-        before = os.listdir("/proc/self/fd")
-        if lacks == "files":
-            with no_files_left():
-                collector.take(1, {0: os.getpid()}, str(tmp_path))
-        else:
-            monkeypatch.setattr(os, "fork", fail_to_fork)
-            collector.take(1, {0: os.getpid()}, str(tmp_path))
-        assert not selector.get_map()
-        assert os.listdir("/proc/self/fd") == before
+@pytest.mark.parametrize("first", ["", "{", "[]", "7", '{"libraries": 7}', '{"libraries": [7, ""]}', "[" * 100_000])
+def test_of_stacks_that_are_nonsense_nothing_is_read(first):
+    written = 'Thread 0x1 (most recent call first):\n  File "x", line 99999999999999999999 in f\nFile\n'
+    assert read_stacks(first, written)["libraries"] == ()
+    assert read_stacks(first, written)["threads"] == (Thread("thread 0x1", True, ()),)

@@ -6,6 +6,7 @@ import selectors
 import pytest
 from hvdlite_launcher.host import host_load
 from hvdlite_launcher.host.host_load import HostLoad, network_bytes, read_nvidia_smi
+from hvdlite_wire.worker_status import HostUsage
 
 DEVICES = """Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier
@@ -30,14 +31,14 @@ def load(monkeypatch, tmp_path):
     selector, clock = selectors.DefaultSelector(), [0.0]
     load = HostLoad(selector, lambda: clock[0])
 
-    def facts():
-        first = load.facts()
+    def usage():
+        first = load.usage()
         while selector.get_map():
             for key, _ in selector.select(60):
                 key.data()
         return first
 
-    yield facts, load, clock, tmp_path / "nvidia-smi.asked"
+    yield usage, load, clock, tmp_path / "nvidia-smi.asked"
     selector.close()
 
 
@@ -53,10 +54,10 @@ def test_bytes_over_the_network_include_what_goes_past_the_kernel(tmp_path):
 
 
 def test_a_host_without_others_tells_of_no_network(load):
-    facts, host, _, _ = load
-    assert "sent" not in facts()
+    usage, host, _, _ = load
+    assert usage() == HostUsage()
     host.follow("lo")
-    assert {"sent", "received"} <= facts().keys()
+    assert None not in (usage().sent, usage().received)
 
 
 def test_bytes_are_counted_from_the_beginning_of_the_job(monkeypatch):
@@ -64,30 +65,30 @@ def test_bytes_are_counted_from_the_beginning_of_the_job(monkeypatch):
     monkeypatch.setattr(host_load, "network_bytes", counts.get)
     load = HostLoad(selectors.DefaultSelector())
     load.follow("eth0")
-    assert load.network() == {"sent": 0, "received": 0}
+    assert load.network() == HostUsage(0, 0)
     counts["eth0"] = (1020, 103)
-    assert load.network() == {"sent": 20, "received": 3}
+    assert load.network() == HostUsage(20, 3)
     counts.clear()  # an interface that has gone
-    assert load.network() == {}
+    assert load.network() == HostUsage()
 
 
 def test_gpus_are_asked_for_at_most_each_10_s_and_told_of_with_the_next_question(load):
-    facts, host, clock, asked = load
-    assert "gpus" not in facts()
-    assert facts()["gpus"] == [0.93, 0.07]
+    usage, host, clock, asked = load
+    assert usage().gpus == ()
+    assert usage().gpus == (0.93, 0.07)
     assert (host.gpu_use(41), host.gpu_use(42)) == (0.07, None)
     assert asked.read_text() == "asked\n" * 2
     clock[0] = 10.0
-    facts()
+    usage()
     assert asked.read_text() == "asked\n" * 4
 
 
 def test_an_nvidia_smi_that_finds_no_gpu_is_asked_once(load):
-    facts, _, clock, asked = load
+    usage, _, clock, asked = load
     asked.with_name("nvidia-smi").write_text('#!/bin/sh\necho asked >> "$0.asked"; echo no driver; exit 9')
     for second in range(0, 100, 10):
         clock[0] = float(second)
-        assert "gpus" not in facts()
+        assert usage().gpus == ()
     assert asked.read_text() == "asked\n"
 
 

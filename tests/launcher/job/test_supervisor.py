@@ -99,7 +99,7 @@ class Played:
         reports = Reports(
             ask=lambda _: None,
             running=lambda: ending.running,
-            worker=roster.__getitem__,
+            roster=roster,
             say=self.say,
             clock=lambda: self._now,
             directory=None,

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 from hvdlite_launcher.status.causes import find_cause, first_difference
-from hvdlite_launcher.status.rank_facts import Frame, Optimizer, Process, RankFacts, Source, Thread, Wait
+from hvdlite_launcher.status.rank_status import RankStatus
 from hvdlite_launcher.status.report_text import JobReport, verdict
+from hvdlite_wire.worker_status import Frame, Process, Source, StepStatus, Thread, Wait
 
 LIBRARIES = ("/lib/",)
 ALL_REDUCE = "the all-reduce of the gradients of weight (bucket 0 of optimizer 1)"
 
 
-def rank(number: int, *places: tuple[str, int, str], **more) -> RankFacts:
+def rank(number: int, *places: tuple[str, int, str], **more) -> RankStatus:
     """A rank that has answered, and is at these places of the program, the outermost first."""
     frames = tuple(Frame(*place) for place in places)
     given = {
@@ -24,10 +25,10 @@ def rank(number: int, *places: tuple[str, int, str], **more) -> RankFacts:
         "can_answer": True,
         **more,
     }
-    return RankFacts(worker=number, rank=number, host="a", pid=100 + number, **given)
+    return RankStatus(worker=number, rank=number, host="a", pid=100 + number, **given)
 
 
-def waits(number: int, what: str = ALL_REDUCE, line: int = 50) -> RankFacts:
+def waits(number: int, what: str = ALL_REDUCE, line: int = 50) -> RankStatus:
     return rank(number, ("train.py", 9, "main"), ("train.py", line, "train"), waits=(Wait(what, 61.0),))
 
 
@@ -142,7 +143,7 @@ def test_ddp_is_seen_to_wait_when_it_begins_and_in_its_backward_passes(inner):
     assert named([rank(0, ("ddp.py", 5, "train"), inner), rank(1, ("ddp.py", 7, "load"))]) == ([1], [0])
 
 
-@pytest.mark.parametrize("differs", [{"state": "running"}, {"optimizers": (Optimizer("o", 1, "p", 1, 0, ()),)}])
+@pytest.mark.parametrize("differs", [{"state": "running"}, {"optimizers": (StepStatus("o", 1, "p", 1, 0, ()),)}])
 def test_a_backward_pass_that_computes_or_whose_gradients_hvdlite_averages_is_no_wait(differs):
     inner = ("/lib/torch/autograd/graph.py", 800, "_engine_run_backward")
     assert named([waits(0), rank(1, ("train.py", 5, "train"), inner, **differs)]) == ([1], [0])
@@ -162,7 +163,7 @@ def test_ranks_that_compute_are_no_hang():
 
 
 def test_a_program_that_never_called_init_says_nothing():
-    silent = RankFacts(worker=0, rank=0, host="a", pid=1)
+    silent = RankStatus(worker=0, rank=0, host="a", pid=1)
     assert "has not called hvd.init()" in find_cause([silent]).what(silent)
 
 

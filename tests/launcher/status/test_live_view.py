@@ -10,16 +10,19 @@ from dataclasses import replace
 import pytest
 from hvdlite_launcher.status.job_view import JobView
 from hvdlite_launcher.status.live_view import LiveView, make_view
-from hvdlite_launcher.status.progress import HostProgress, RankProgress
+from hvdlite_launcher.status.progress import HostProgress
+from hvdlite_launcher.status.rank_status import RankStatus
+from hvdlite_wire.worker_status import Source, Wait
 from rich.cells import cell_len
 
 RANKS = [
-    RankProgress(
-        number, number, f"node{number // 2}", pid=100 + number, steps={"optimizer 1": 1234}, rate=35.2,
+    RankStatus(
+        worker=number, rank=number, host=f"node{number // 2}", pid=100 + number, steps={"optimizer 1": 1234}, rate=35.2,
         memory=1_100_000_000, cpu_use=0.98,
     )
     for number in range(4)
 ]  # fmt: skip
+SILENT = {"can_answer": True, "source": Source.NONE}
 JOB = JobView(
     723.4, "python train.py", None, 0, RANKS, {"node0": HostProgress(112e6, 98e6), "node1": HostProgress(1200, 0)}
 )
@@ -51,7 +54,7 @@ def test_hosts_and_ranks_are_a_tree_below_a_line_about_the_job():
 
 
 def test_what_is_known_of_no_rank_has_no_column():
-    bare = [RankProgress(0, 0, "node0")]
+    bare = [RankStatus(worker=0, rank=0, host="node0")]
     assert lines(job(bare, hosts={"node0": HostProgress()})) == [
         "── 0:12:03  1 rank on 1 host  python train.py",
         "           memory",
@@ -70,11 +73,11 @@ def test_samples_of_the_job_are_shown_once_every_rank_tells_of_its_own():
 @pytest.mark.parametrize(
     ("changes", "remark"),
     [
-        ({"waits_for": "allreduce of 'loss'", "waited_s": 12.0}, "waits 12 s for allreduce of 'loss'"),
-        ({"waits_for": "allreduce of 'loss'", "waited_s": 0.1}, ""),
+        ({"waits": (Wait("allreduce of 'loss'", 12.0),)}, "waits 12 s for allreduce of 'loss'"),
+        ({"waits": (Wait("allreduce of 'loss'", 0.1),)}, ""),
         ({"cost": 0.23, "slow_phase": "data"}, "late in data: costs 23% of each step"),
         ({"cost": 0.02, "slow_phase": "data"}, ""),
-        ({"is_silent": True}, "silent: stopped, or an extension holds its interpreter's lock"),
+        (SILENT, "silent: stopped, or an extension holds its interpreter's lock"),
     ],
 )
 def test_what_is_wrong_with_a_rank_stands_beside_it_and_in_the_plain_line(changes, remark):
@@ -97,7 +100,7 @@ def test_an_elastic_job_has_a_generation_and_workers_without_a_rank():
 
 
 def test_where_there_are_too_few_lines_those_that_are_worst_off_are_shown():
-    view = job(one(3, is_silent=True))
+    view = job(one(3, **SILENT))
     assert lines(view, most=7)[2:] == [
         "node0                     2.2 GB  196%  out 112 MB/s, in 98 MB/s",
         "└─ rank 0  1234     35.2  1.1 GB   98%",
@@ -118,9 +121,7 @@ def test_narrow_terminals_leave_columns_out_for_what_is_wrong():
 @pytest.mark.parametrize("columns", [1, 2, 10, 13, 20, 40, 79, 200])
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 9, 50])
 def test_no_line_is_wider_than_the_terminal_and_there_are_no_more_than_fit(columns, most):
-    ranks = [
-        replace(rank, host="日本語.example.org", waits_for="日本", waited_s=9.0, sample_rate=1e9) for rank in RANKS
-    ]
+    ranks = [replace(rank, host="日本語.example.org", waits=(Wait("日本", 9.0),), sample_rate=1e9) for rank in RANKS]
     view = job(ranks, hosts={"日本語.example.org": HostProgress(1e12, 1e15, [0.5])}, generation=3, faults=99)
     drawn = lines(view, columns, most)
     assert 1 <= len(drawn) <= most

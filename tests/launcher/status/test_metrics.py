@@ -1,6 +1,5 @@
 """The file for Prometheus: its format, its escapes, and what happens where it cannot be written."""
 
-import json
 import os
 import re
 
@@ -8,9 +7,11 @@ import pytest
 from hvdlite_launcher.status.job_facts import JobFacts
 from hvdlite_launcher.status.metrics import METRICS_EACH_S, Metrics, metrics_text
 from hvdlite_launcher.status.progress import JobProgress
-from hvdlite_launcher.wire.messages import Exited, Lost, Progressed, Started
+from hvdlite_launcher.wire.messages import Exited, Lost, Started
 from hvdlite_launcher.workers.generation_table import GenerationRow, GenerationTable
 from hvdlite_launcher.workers.roster import Roster
+from hvdlite_wire.worker_status import HostUsage
+from statuses import told
 
 
 class Job:
@@ -42,8 +43,7 @@ class Job:
                 self.running.discard(event.worker)
 
     def answers(self, worker, steps, number=0, **facts):
-        answer = {"steps": steps, "waits": facts.pop("waits", None)}
-        self.happens(Progressed(worker, number, json.dumps({"answer": answer, **facts})))
+        self.happens(told(worker, number, steps=steps, **facts))
 
 
 LINE = re.compile(r'[a-z_]+(\{[a-z]+="(\\.|[^"\\])*"(,[a-z]+="(\\.|[^"\\])*")*\})? [-+0-9.e]+\n')
@@ -69,7 +69,7 @@ def _samples(text):
 def test_each_rank_has_its_steps_memory_time_and_waits():
     job = Job()
     job.answers(0, {"optimizer 1": 12, "optimizer 2": 3}, number=1, memory=1 << 30, cpu_s=1.25)
-    job.answers(1, {"optimizer 1": 11}, number=1, memory=5, cpu_s=2, waits=["an all-reduce", 3.5])
+    job.answers(1, {"optimizer 1": 11}, number=1, memory=5, cpu_s=2, waits=[("an all-reduce", 3.5)])
     samples = _samples(metrics_text(job.facts, is_up=True))
     one, two = 'rank="0",worker="0",host="node1"', 'rank="1",worker="1",host="node2"'
     assert samples[f'hvdlite_steps_total{{{one},optimizer="1"}}'] == 12
@@ -83,7 +83,7 @@ def test_each_rank_has_its_steps_memory_time_and_waits():
 
 def test_each_host_has_the_bytes_over_its_network():
     job = Job()
-    job.answers(1, {}, number=1, host={"sent": 3_000_000_000, "received": 5})
+    job.answers(1, {}, number=1, usage=HostUsage(3_000_000_000, 5))
     samples = _samples(metrics_text(job.facts, is_up=True))
     assert samples['hvdlite_network_sent_bytes_total{host="node2"}'] == 3_000_000_000
     assert samples['hvdlite_network_received_bytes_total{host="node2"}'] == 5

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from hvdlite_launcher.status.rank_facts import Frame, RankFacts, Source, Thread, Wait
+from hvdlite_launcher.status.rank_status import RankStatus
 from hvdlite_launcher.status.report_text import JobReport
+from hvdlite_wire.worker_status import Frame, Source, Thread, Wait
 
 LIBRARY = "/lib/torch/wait.py"
 
 
-def rank(number: int, line: int, *waits: str) -> RankFacts:
+def rank(number: int, line: int, *waits: str) -> RankStatus:
     frames = [Frame("train.py", 9, "main"), Frame("train.py", line, "train")]
     frames += [Frame(LIBRARY, 3, "wait")] if waits else []
-    return RankFacts(
+    return RankStatus(
         worker=number,
         rank=number,
         host="a",
@@ -24,7 +25,7 @@ def rank(number: int, line: int, *waits: str) -> RankFacts:
     )
 
 
-def lines(*facts: RankFacts) -> list[str]:
+def lines(*facts: RankStatus) -> list[str]:
     return JobReport(1, "asked", facts, 0.1).text().splitlines()
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 from hvdlite_launcher.status.reports import Reports
-from hvdlite_launcher.wire.messages import ReportAsked, Reported, Stalled, Unresponsive
+from hvdlite_launcher.wire.messages import ReportAsked, Stalled, Unresponsive
+from hvdlite_launcher.workers.roster import Roster
+from statuses import told
 
 
 class Job:
@@ -19,10 +20,14 @@ class Job:
         self.asked: list[int] = []
         self.said: list[str] = []
         self.answers: list[tuple[str, object]] = []
+        roster = Roster()
+        for number in range(max(workers, 2)):
+            roster.add(number, "a", number)
+            roster[number].pid = 100 + number
         self.reports = Reports(
-            ask=self.asked.append,
+            ask=lambda question: self.asked.append(question.number),
             running=lambda: self.running,
-            worker=lambda number: SimpleNamespace(host="a", rank=number, pid=100 + number),
+            roster=roster,
             say=self.said.append,
             clock=lambda: self.now_s,
             directory=directory,
@@ -31,7 +36,7 @@ class Job:
 
     def come(self, *workers: int, number: int = 1) -> Job:
         for worker in workers:
-            self.reports.on_reported(Reported(worker, number, json.dumps({"pid": 100 + worker})))
+            self.reports.on_told(told(worker, number, in_full=True, pid=100 + worker))
         return self
 
     def quit(self) -> Job:

@@ -6,10 +6,12 @@ import pytest
 from hvdlite_launcher.status.job_facts import JobFacts
 from hvdlite_launcher.status.progress import JobProgress
 from hvdlite_launcher.status.summary import Summary, summary_data
-from hvdlite_launcher.wire.messages import Exited, PeakMemory, Progressed, Started
+from hvdlite_launcher.wire.messages import Exited, PeakMemory, Started
 from hvdlite_launcher.workers.failure_message import JobOutcome
 from hvdlite_launcher.workers.generation_table import GenerationRow, GenerationTable
 from hvdlite_launcher.workers.roster import Roster
+from hvdlite_wire.worker_status import HostUsage
+from statuses import told
 
 
 def _facts(*events, hosts=("node1", "node2"), table=None, lasted_s=2.5):
@@ -32,8 +34,8 @@ def _facts(*events, hosts=("node1", "node2"), table=None, lasted_s=2.5):
 
 
 def test_it_has_the_last_steps_the_peak_memory_and_the_losses():
-    last = json.dumps({"answer": {"steps": {"optimizer 1": 9}}, "host": {"sent": 70, "received": 50}})
-    facts = _facts(Progressed(1, 0, last), Exited(1, 3, peak_memory=700), Exited(0, 1, peer_lost=True, peak_memory=500))
+    last = told(1, steps={"optimizer 1": 9}, usage=HostUsage(70, 50))
+    facts = _facts(last, Exited(1, 3, peak_memory=700), Exited(0, 1, peer_lost=True, peak_memory=500))
     data = summary_data(facts, JobOutcome(3, "why it failed", rank=1), ["python", "x.py"], 0)
     assert (data["verdict"], data["why"], data["exit_code"], data["first_failed_rank"]) == (
         "failed", "why it failed", 3, 1

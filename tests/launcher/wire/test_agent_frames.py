@@ -9,7 +9,7 @@ from hvdlite_launcher.errors import ProtocolError
 from hvdlite_launcher.wire.agent_frames import FROM_AGENT, FROM_LAUNCHER, MAX_PAYLOAD_BYTES, Decoder, encode
 from hvdlite_launcher.wire.messages import (
     Alive,
-    AskProgress,
+    AskStatus,
     Beat,
     Exited,
     Greet,
@@ -22,14 +22,16 @@ from hvdlite_launcher.wire.messages import (
     Output,
     OutputTaken,
     PeakMemory,
-    Progressed,
     Refused,
     SignalWorkers,
     Started,
     StartJob,
     StartWorkers,
+    StatusTold,
 )
 from hvdlite_launcher.wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, Want
+from hvdlite_wire import codec
+from hvdlite_wire.worker_status import Frame, HostUsage, Process, Source, Thread, Wait, WorkerStatus
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,6 +42,18 @@ ADDRESSES = st.ip_addresses().map(str)
 # Arguments and variables are bytes on Unix: bytes that are not UTF-8 are lone surrogates in a str.
 WORDS = st.binary(max_size=20).map(lambda word: word.replace(b"\0", b"").decode(errors="surrogateescape"))
 ENVIRONMENTS = st.dictionaries(WORDS.map(lambda name: name.replace("=", "")), WORDS, max_size=4)
+SHOWN = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), max_size=9)
+FRAMES = st.lists(st.builds(Frame, SHOWN, WORKERS, SHOWN)).map(tuple)
+STATUSES = st.builds(
+    WorkerStatus,
+    worker=WORKERS,
+    steps=st.dictionaries(SHOWN, WORKERS),
+    waits=st.lists(st.builds(Wait, SHOWN, st.floats(0, 10**5))).map(tuple),
+    threads=st.lists(st.builds(Thread, SHOWN, st.booleans(), FRAMES)).map(tuple),
+    source=st.sampled_from(Source),
+    usage=st.none() | st.builds(HostUsage, WORKERS, WORKERS, st.lists(st.floats(0, 1)).map(tuple)),
+    processes=st.lists(st.builds(Process, PIDS, SHOWN, SHOWN, st.floats(0, 10**5), WORKERS, SHOWN)).map(tuple),
+)
 MESSAGES = st.one_of(
     st.builds(Output, WORKERS, st.sampled_from(["stdout", "stderr"]), st.binary()),
     st.builds(Input, WORKERS, st.binary()),
@@ -64,8 +78,8 @@ MESSAGES = st.one_of(
     st.one_of(st.builds(of, WORKERS, st.integers(0, 255), st.binary()) for of in (Ask, Answer)),
     st.builds(Exited, WORKERS, st.integers(-255, 255), st.booleans(), peak_memory=st.integers(0, 1 << 50)),
     st.builds(PeakMemory, WORKERS, st.integers(0, 1 << 50)),
-    st.builds(Progressed, WORKERS, st.integers(0, 10**9), st.text().filter(lambda text: "\0" not in text)),
-    st.builds(AskProgress, st.integers(0, 10**9)),
+    st.builds(StatusTold, WORKERS, st.integers(0, 10**9), st.booleans(), STATUSES),
+    st.builds(AskStatus, st.integers(0, 10**9), st.booleans()),
     st.builds(Refused, WORDS, CODES, worker=st.none() | WORKERS),
     st.builds(Hello, WORDS, st.none() | CODES, st.none() | ADDRESSES, CODES, st.none() | WORDS),
     st.just(Beat()),
@@ -128,7 +142,7 @@ def _frame(kind: int, payload: bytes) -> bytes:
     return struct.pack(">BII", kind, 0, len(payload)) + payload
 
 
-@given(st.sampled_from([*range(3, 11), 14, 16, 17, 19, 25]), JSON)
+@given(st.sampled_from([*range(3, 11), 14, 16, 17, 19, 25, 28]), JSON)
 def test_any_json_in_a_frame_is_one_message_or_an_error(kind, value):
     try:
         messages = list(Decoder().feed(_frame(kind, json.dumps(value).encode())))
@@ -196,8 +210,9 @@ RIGHT = {
 }
 START = {"token": "0f-1", "command": ["true"], "cwd": "/", "environment": {}, "inherits": True, "peers": ["::1"]}
 RIGHT[16] = {**START, "in_python": False, "as_horovod": False, "forks": True, "slots": 1, "workers": {"0": {}}}
-RIGHT[30] = {"worker": 0, "number": 0, "facts": "{}"}
-RIGHT[31] = {"number": 0}
+STATUS = json.loads(codec.encode(WorkerStatus()))
+RIGHT[28] = {"worker": 0, "number": 0, "in_full": True, "status": STATUS}
+RIGHT[29] = {"number": 0, "in_full": False}
 RIGHT[25] = {"workers": {"0": {}}}
 RIGHT[26] = {"worker": 0, "number": 0, "waited_s": 0.0, "addresses": ["::1"], "silent_s": {"::2": 1.0}}
 RIGHT[9] = {"worker": 0, "after": None, "newcomers": 0}
@@ -211,9 +226,18 @@ WRONG = {
     ),
     "slots": [0, HUGE, "1"],
     "apart": [0, "true"],
+    "in_full": [0, "true"],
     "peak_memory": [-1, HUGE, "1", True],
     "number": [-1, HUGE, "1", True],
-    "facts": ["\0", "\ud800", 1],
+    # Each field of a status is one that no type of theirs allows, or the one behind them.
+    "status": [
+        {},
+        None,
+        [],
+        STATUS[:-1],
+        [*STATUS, 0],
+        *([*STATUS[:at], {"a": {}}, *STATUS[at + 1 :]] for at in range(22)),
+    ],
     "newcomers": [None, -1, 4, HUGE, "1", True],
     "waited_s": [None, -1.0, -1, True, "1"],
     "addresses": [None, ["host"]],

@@ -1,0 +1,144 @@
+"""`RankStatus`: what is known of one rank at a moment. Reports, the live view, metrics and the summary are views of it.
+
+WorkerStatus, as its agent tells it ──► RankStatus, with its rank and host ──► `reports`
+                                            └─► `progress`, which adds what is a difference over time
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hvdlite_wire.worker_status import Frame, WorkerStatus
+
+from ..workers.roster import Roster
+
+# Functions in which a program waits for other ranks, by what their files' paths end with. A program of plain
+# torch.distributed says nothing else of its waits.
+_WAITS = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", "hvdlite/comm/work.py")
+# The same, for files that also have functions of other kinds: only the innermost frame counts. In the second of them
+# DDP compares and sends parameters.
+_WAITS_INNERMOST = (
+    "torch/distributed/rendezvous.py",
+    "torch/distributed/utils.py",
+    "torch/distributed/_functional_collectives.py",
+)
+_BACKWARD = "torch/autograd/graph.py"
+# There may be more such directories than a rank knows to be libraries, as by PYTHONPATH.
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/(.*?)(?:/|\.py|$)")
+_MOST_CHARACTERS = 200
+# What a report has of a rank as data, in this order, before what follows from it.
+_DATA = (
+    *("worker", "rank", "host", "pid", "processes", "threads", "waits", "optimizers", "libraries", "addresses"),
+    *("silent_s", "source", "can_answer", "is_ending", "has_come", "load", "cores"),
+)
+
+
+@dataclass(frozen=True)
+class RankStatus(WorkerStatus):
+    """The status of one rank. ``rank`` is None before it has one.
+
+    ``has_come`` is False if a report has nothing of it, as its agent sent nothing in time. ``rate``: steps per second,
+    ``sample_rate``: samples per second, and ``cpu_use`` processors in use; None until there are two answers, or if it
+    is not known. ``cost`` and ``slow_phase``: see `hvdlite_wire.worker_status.Pace`.
+    """
+
+    rank: int | None = None
+    host: str = ""
+    has_come: bool = True
+    rate: float | None = None
+    sample_rate: float | None = None
+    cpu_use: float | None = None
+    cost: float | None = None
+    slow_phase: str = ""
+
+    @classmethod
+    def known(cls, worker: int, roster: Roster, told: WorkerStatus | None = None, **more: Any) -> RankStatus:
+        """Returns what the launcher knows of a worker, with what its agent has ``told``."""
+        record = roster[worker]
+        own = vars(told or WorkerStatus(pid=record.pid))
+        return cls(**{**own, "worker": worker, "rank": record.rank, "host": record.host, **more})
+
+    @property
+    def name(self) -> str:
+        return f"worker {self.worker}" if self.rank is None else f"rank {self.rank}"
+
+    @property
+    def step(self) -> int | None:
+        """The steps of the optimizer that has taken the most; None if there is none."""
+        return max(self.steps.values(), default=None)
+
+    @property
+    def waits_for(self) -> str:
+        """What it has waited for in other ranks for the longest; "" if it does not wait."""
+        return self.waits[0].what[:_MOST_CHARACTERS] if self.waits else ""
+
+    @property
+    def waited_s(self) -> float:
+        return self.waits[0].waited_s if self.waits else 0.0
+
+    @property
+    def state(self) -> str:
+        """The state of the process, as psutil names it; "" if it is not known."""
+        return next((each.state for each in self.processes if each.pid == self.pid), "")
+
+    @property
+    def main(self) -> tuple[Frame, ...]:
+        """The frames of the main thread, the outermost first."""
+        return next((each.frames for each in self.threads if each.is_main), ())
+
+    def place(self) -> Frame | None:
+        """Returns the innermost frame of the user's own program in the main thread; None if there is none.
+
+        Of an installed program, it is the innermost frame of any installed package but hvdlite and torch.
+        """
+        for is_program in (self.is_users, _is_of_a_package):
+            for frame in reversed(self.main):
+                if is_program(frame):
+                    return frame
+        return None
+
+    def is_users(self, frame: Frame) -> bool:
+        return not frame.file.startswith((*self.libraries, "<frozen")) and not _INSTALLED.search(frame.file)
+
+    def is_waiting(self) -> bool:
+        """Whether the program waits for other ranks.
+
+        DDP waits at the end of a backward pass, where its stack is that of a rank that computes. So a backward pass in
+        which the process sleeps is taken for a wait, unless gradients are averaged by hvdlite, which tells its waits.
+        """
+        if self.waits:
+            return True
+        inner, innermost = self.main[-6:], self.main[-1:]
+        if any(frame.file.endswith(_WAITS) for frame in inner):
+            return True
+        if any(frame.file.endswith(_BACKWARD) for frame in innermost):
+            return self.state == "sleeping" and not self.optimizers
+        return any(frame.file.endswith(_WAITS_INNERMOST) for frame in innermost)
+
+    def can_run(self) -> bool:
+        """Whether the process can run its program: its host answers, and it is not stopped, ended, or silent."""
+        return self.has_come and self.state not in ("stopped", "tracing-stop", "zombie") and not self.is_silent
+
+    def report_data(self) -> dict[str, Any]:
+        """Returns what a report has of it, for JSON."""
+        data, place = asdict(self), self.place()
+        return {
+            **{name: data[name] for name in _DATA},
+            "source": self.source.value,
+            "state": self.state,
+            "place": None if place is None else asdict(place),
+            "is_waiting": self.is_waiting(),
+        }
+
+
+def _is_of_a_package(frame: Frame) -> bool:
+    found = _INSTALLED.search(frame.file)
+    return found is not None and found[1] not in ("torch", "hvdlite")
+
+
+def sorted_by_rank(those: Iterable[RankStatus]) -> list[RankStatus]:
+    """Returns them by rank; those without one at the end, by number."""
+    return sorted(those, key=lambda each: (each.rank is None, each.rank, each.worker))
