@@ -101,6 +101,31 @@ def test_a_rank_is_a_new_process_where_an_interpreter_would_begin_otherwise_or_t
     assert (code, out) == (0, b"[0]<stdout>:as new True\n"), err
 
 
+HANDLERS = """
+import atexit, sys, threading, time, torch
+atexit.register(print, "second", end="")
+atexit.register(print, "first")
+threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "err"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit('why')", 1, "why"),
+        ("raise ValueError('what')", 1, "ValueError: what"),
+        ("raise KeyboardInterrupt('when')", 130, "KeyboardInterrupt: when"),
+    ],
+)
+def test_a_copy_ends_as_a_new_process_does(launch, end, code, err):
+    got, out, stderr = launch("-np", "1", sys.executable, "-c", HANDLERS + end, copies=True).ended()
+    assert got == code, stderr
+    assert err in stderr.decode()
+    assert out.decode().splitlines() == [f"[0]<stdout>:{line}" for line in ("thread", "first", "second")]
+
+
 def test_the_agent_of_copies_ends_with_the_process_that_stands_in_for_it(launch):
     program = "import signal, torch; print('ready', flush=True); signal.pause()"
     job = launch("-np", "1", sys.executable, "-c", program, copies=True)

@@ -13,6 +13,12 @@ from pathlib import Path
 import pytest
 
 _HELPERS = Path(__file__).parent
+# It leaves no name in the main program, which is the workers' too.
+_CODE = """
+__import__("atexit").register(lambda: __import__("rank_server").end_without_unloading())
+__import__("sys").path[0] = {helpers!r}
+__import__("rank_server").main({listener})
+"""
 
 
 class RankServer:
@@ -23,7 +29,7 @@ class RankServer:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(self._path))
             listener.listen()
-            code = f"__import__('sys').path[0] = {str(_HELPERS)!r}; __import__('rank_server').main({listener.fileno()})"
+            code = _CODE.format(helpers=str(_HELPERS), listener=listener.fileno())
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -14,6 +14,10 @@ A worker is a copy only where that makes no difference to its program; otherwise
 this: it is no program of Python's, does not use torch, or has options or variables that an interpreter reads when it
 starts.
 
+A copy ends as an interpreter does, except that it does not unload torch, which takes a third of a second of a core.
+Workers that replace others are copies of the fork source too, and the agent starts no fork server. With
+TEST_HVDLITE_LONG copies unload torch, and fork servers are started.
+
 Requests come from `agent_stand_in`, on a listening socket. The remote parent of one on a test machine is forked into
 the machine's namespaces. The server ends with its stdin.
 """
@@ -39,7 +43,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from agent_stand_in import receive, send, spaces, surroundings
-from hvdlite_launcher.host import agent, remote_parent, stacks_on_signal, start_workers
+from hvdlite_launcher.host import agent, forked_workers, remote_parent, stacks_on_signal, start_workers
 from hvdlite_launcher.host.start_workers import ForkedProcess, Worker
 from hvdlite_launcher.plan.python_command import PythonCommand, parse_python
 from hvdlite_launcher.system import process_tree
@@ -49,6 +53,7 @@ import hvdlite
 from hvdlite.worker import fork_server, forked_program
 
 _ANSWER_BYTES = 64
+_IS_LONG = os.environ.get("TEST_HVDLITE_LONG") == "1"
 _HOOK = os.path.join(os.path.dirname(os.path.abspath(start_workers.__file__)), "path")
 _HOROVOD = os.path.join(os.path.dirname(os.path.abspath(hvdlite.__file__)), "horovod", "path")
 # Variables that are read when an interpreter or a library is loaded, without those that a copy can follow.
@@ -56,6 +61,8 @@ _FOLLOWED = ("OMP_NUM_THREADS", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHON
 _READ_ON_LOAD = re.compile(
     r"(BLIS|GOMP|GOTO|KMP|LD|MALLOC|MKL|NUMEXPR|OMP|OPENBLAS|PYTHON|PYTORCH|TORCH[A-Z]*|VECLIB)_?[A-Z0-9_]+|TZ"
 )
+# A worker's, when its program has ended, and by no signal.
+_exit_code: list[int] = []
 # The interpreter takes the first of these that is there; it takes no other locale.
 _LOCALE = ("LC_ALL", "LC_CTYPE", "LANG")
 # CLONE_NEWPID; and CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC and CLONE_NEWNET
@@ -217,6 +224,8 @@ def _agent_main(run: Callable[..., int], variables: _Variables, *arguments: Any)
         raise _IsForkSourceError(theirs, own)
     theirs.close()
     agent.start_workers = lambda *job: _start_workers(ours, variables, *job)
+    if not _IS_LONG:
+        forked_workers.ForkedWorkers.start_soon = lambda *_: None
     return run(*arguments)
 
 
@@ -356,6 +365,19 @@ def _begin(path: str) -> None:
     atexit.register(at_end)
 
 
+def end_without_unloading() -> None:
+    """Ends a worker whose program has ended. To be registered as the first exit handler, which runs last."""
+    if _IS_LONG or not _exit_code:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # of which the interpreter makes another exit code
+            return
+    ctypes.CDLL(None).fflush(None)
+    os._exit(_exit_code[0] & 0xFF)
+
+
 def _stream(fd: int, name: str, *, is_unbuffered: bool) -> io.TextIOWrapper:
     """Returns a stream as the interpreter makes it for ``fd``."""
     raw = io.FileIO(fd, "w", closefd=False)
@@ -378,7 +400,16 @@ def main(listener: int) -> None:
     before = dict(os.environ)
     if (why := fork_server.import_all()) is not None:
         raise RuntimeError(f"no ranks can be forked from here: {why}")
-    forked_program.run(_program(socket.socket(fileno=listener), _Variables(before, dict(os.environ))))
+    program = _program(socket.socket(fileno=listener), _Variables(before, dict(os.environ)))
+    try:
+        forked_program.run(program)
+        _exit_code.append(0)
+    except SystemExit as end:
+        _exit_code.append(0 if end.code is None else end.code if isinstance(end.code, int) else 1)
+        raise
+    except Exception:
+        _exit_code.append(1)
+        raise
 
 
 def _program(listener: socket.socket, variables: _Variables) -> forked_program.Program:
