@@ -25,6 +25,8 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from hvdlite_wire import job_contract
+
 from .ignored import remarks_of_ignored
 from .values import LONGEST_S
 
@@ -356,23 +358,28 @@ READ_ELSEWHERE = (
 )
 """The other variables that the user may set; `hvdlite-run` and `rendezvous.secret` read them."""
 
-SET_FOR_WORKERS = (
-    Variable("RANK", NUMBER, "–", "the worker's rank among all", horovods="RANK"),
-    Variable("SIZE", NUMBER, "–", "the number of workers", horovods="SIZE"),
-    Variable("LOCAL_RANK", NUMBER, "–", "the worker's rank among those on its host", horovods="LOCAL_RANK"),
-    Variable("LOCAL_SIZE", NUMBER, "–", "the number of workers on its host", horovods="LOCAL_SIZE"),
-    Variable("CROSS_RANK", NUMBER, "–", "its host's rank among the hosts with this local rank", horovods="CROSS_RANK"),
-    Variable("CROSS_SIZE", NUMBER, "–", "the number of hosts with this local rank", horovods="CROSS_SIZE"),
-    Variable("WORKER", NUMBER, "–", "the worker's number, which stays: in a job that is not elastic, its rank"),
-    Variable("ELASTIC", SWITCH, "–", "1 in an elastic job: ranks and sizes change", horovods="ELASTIC"),
-    Variable("HOST", Format("a name"), "–", "its host, as the user wrote it", horovods="HOSTNAME"),
-    Variable("STORE", Format("a URL"), "–", "the store through which the workers connect"),
-    Variable("CHAOS", Format("faults"), "–", "the worker's own faults of `hvdlite-run --chaos`"),
-    Variable("JOB_DIR", Format("a directory"), "–", "private to the job on this host, and removed at its end"),
-)
-"""The variables that hvdlite-run sets for each worker; `rendezvous` and callers of `launcher_variable` read them."""
 
-_NAME_OF = {each.name: each.names[0] for each in SET_FOR_WORKERS}
+def _set(name: str, format: Format, meaning: str) -> Variable:
+    """Makes the row of a variable that hvdlite-run sets."""
+    own, horovods = name.removeprefix("HVDLITE_"), job_contract.HOROVODS.get(name)
+    return Variable(own, format, "–", meaning, None if horovods is None else horovods.removeprefix("HOROVOD_"))
+
+
+SET_FOR_WORKERS = (
+    _set(job_contract.RANK, NUMBER, "the worker's rank among all"),
+    _set(job_contract.SIZE, NUMBER, "the number of workers"),
+    _set(job_contract.LOCAL_RANK, NUMBER, "the worker's rank among those on its host"),
+    _set(job_contract.LOCAL_SIZE, NUMBER, "the number of workers on its host"),
+    _set(job_contract.CROSS_RANK, NUMBER, "its host's rank among the hosts with this local rank"),
+    _set(job_contract.CROSS_SIZE, NUMBER, "the number of hosts with this local rank"),
+    _set(job_contract.WORKER, NUMBER, "the worker's number, which stays: in a job that is not elastic, its rank"),
+    _set(job_contract.ELASTIC, SWITCH, "1 in an elastic job: ranks and sizes change"),
+    _set(job_contract.HOST, Format("a name"), "its host, as the user wrote it"),
+    _set(job_contract.STORE, Format("a URL"), "the store through which the workers connect"),
+    _set(job_contract.CHAOS, Format("faults"), "the worker's own faults of `hvdlite-run --chaos`"),
+    _set(job_contract.JOB_DIR, Format("a directory"), "private to the job on this host, and removed at its end"),
+)
+"""The variables that hvdlite-run sets for each worker; `hvdlite_wire.job_contract` has their names."""
 
 OF_USERS = (*READ_BY_INIT.values(), *READ_ELSEWHERE)
 """All variables that a user may set, in the order of docs/variables.md."""
@@ -381,14 +388,6 @@ PLACE_TAKEN = "HVDLITE_PLACE_TAKEN"
 """The variable that a rank sets for the programs that it starts; see `rendezvous.taken_place`."""
 
 KNOWN = frozenset(name for each in (*OF_USERS, *SET_FOR_WORKERS) for name in each.names) | {PLACE_TAKEN}
-
-
-def launcher_variable(name: str, environ: Mapping[str, str]) -> str:
-    """Returns a variable that hvdlite-run set for this worker; empty if hvdlite-run did not start this process.
-
-    ``name`` is a name in `SET_FOR_WORKERS`, such as "JOB_DIR".
-    """
-    return environ.get(_NAME_OF[name], "")
 
 
 def read_environment(environ: Mapping[str, str]) -> Environment:

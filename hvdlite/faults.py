@@ -17,35 +17,26 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn
 
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A fault that is due when ``point`` is passed in or after the ``step``-th step; ``index`` is its place."""
-
-    index: int
-    kind: str
-    point: str
-    step: int
+from hvdlite_wire.fault_points import WorkerFault, worker_faults
 
 
 class _Armed:
     """This process's faults, and the number of its optimizer steps so far."""
 
     def __init__(
-        self, faults: list[Fault], may_begin: Callable[[int, int], bool], cut_links: Callable[[], int]
+        self, faults: list[WorkerFault], may_begin: Callable[[int, int], bool], cut_links: Callable[[], int]
     ) -> None:
-        self._faults = faults
+        self._faults = dict(enumerate(faults))  # by their places in HVDLITE_CHAOS
         self._may_begin = may_begin
         self._cut_links = cut_links
         self._steps = 0
 
     def pass_point(self, name: str) -> None:
-        for fault in self._faults:
-            if fault.point == name and fault.step <= self._steps and self._may_begin(fault.index, self._steps):
-                self._faults.remove(fault)
+        for index, fault in list(self._faults.items()):
+            if fault.point == name and fault.step <= self._steps and self._may_begin(index, self._steps):
+                del self._faults[index]
                 where = f"{name!r} in step {self._steps}"
                 if fault.kind != "link":
                     _begin(fault.kind, where)
@@ -75,14 +66,7 @@ def arm(text: str, may_begin: Callable[[int, int], bool], cut_links: Callable[[]
     """
     global _armed  # noqa: PLW0603 - read at every point, which must cost nothing without faults
     if _armed is None:
-        faults = [_read(index, item) for index, item in enumerate(text.split(","))]
-        _armed = _Armed(faults, may_begin, cut_links)
-
-
-def _read(index: int, item: str) -> Fault:
-    kind, _, rest = item.partition("@")
-    name, _, step = rest.partition(":")
-    return Fault(index, kind, name, int(step))
+        _armed = _Armed(worker_faults(text), may_begin, cut_links)
 
 
 def _begin(kind: str, where: str) -> None:

@@ -24,12 +24,12 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from hvdlite_wire.job_contract import RANK
 from torch._C._distributed_c10d import HashStore
 
 from ..comm.engine import HasMemory
 from ..comm.group import Group
 from ..comm.reduce_op import Max
-from ..environment import launcher_variable
 from ..optim.optimizer import DEFAULT_BUCKET_CAP_BYTES
 from ..runtime.make_world import World
 from .arguments import OptionError, show_count, show_size
@@ -137,7 +137,7 @@ class Ranks:
     def show_progress(self, turns: int) -> None:
         """Shows a progress bar on rank 0's stderr, if tqdm is installed, on a terminal or under a launcher."""
         is_terminal = sys.stderr.isatty()
-        if self.rank > 0 or not (is_terminal or launcher_variable("RANK", os.environ)):
+        if self.rank > 0 or not (is_terminal or os.environ.get(RANK)):
             return
         with suppress(ImportError):
             tqdm = importlib.import_module("tqdm").tqdm

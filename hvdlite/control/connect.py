@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from hvdlite_wire.addresses import LOOPBACK
+from hvdlite_wire.job_contract import JOB_DIR
 
 from ..calls.controller import Controller
 from ..calls.generation import Generation
@@ -33,7 +34,7 @@ from ..comm.group import Group
 from ..coordinator.coordinator import Coordinator
 from ..coordinator.negotiation import Negotiation
 from ..coordinator.stall import StallRules
-from ..environment import Environment, launcher_variable
+from ..environment import Environment
 from ..errors import CommunicationError
 from ..rendezvous.host_address import address_for_others, no_connection_between
 from ..signing import Signer
@@ -109,7 +110,7 @@ def _exchange_address(group: Group, own: Any) -> Any:
 def _listen(group: Group, nodes: Sequence[str]) -> socket.socket:
     backlog = max(128, group.size)
     is_one_host = len(set(nodes)) == 1
-    job_dir = launcher_variable("JOB_DIR", os.environ)
+    job_dir = os.environ.get(JOB_DIR, "")
     if is_one_host and os.path.isdir(job_dir):
         # Unix socket paths are limited: this name is no longer than the store's socket's, which is known to fit.
         listener = socket.socket(socket.AF_UNIX)

@@ -13,7 +13,8 @@ import os
 from collections.abc import Iterator
 from functools import partial
 
-from ..environment import launcher_variable
+from hvdlite_wire.job_contract import STORE
+
 from ..rendezvous.key_listener import KeyListener
 from ..rendezvous.store_client import StoreClient
 from ..runtime.world import current_world, revoke
@@ -64,7 +65,7 @@ def _listen(state: State) -> KeyListener:
         state.on_hosts_updated(news["timestamp"], int(updates))
 
     return KeyListener(
-        StoreClient.from_url(launcher_variable("STORE", os.environ)),
+        StoreClient.from_url(os.environ.get(STORE, "")),
         # The other ranks wait for a key that is never set, until it is revoked.
         f"{world.assignment.prefix}/{'hosts' if world.topology.rank == 0 else 'end'}",
         tell,

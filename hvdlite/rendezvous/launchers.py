@@ -17,6 +17,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from hvdlite_wire import job_contract
 from hvdlite_wire.assignments import RankAssignment
 
 from ..errors import LaunchEnvironmentError
@@ -80,24 +81,24 @@ class Launcher:
 
 OURS = Launcher(
     "hvdlite-run",
-    signs=("HVDLITE_RANK",),
-    rank="HVDLITE_RANK",
-    size="HVDLITE_SIZE",
-    local_rank="HVDLITE_LOCAL_RANK",
-    local_size="HVDLITE_LOCAL_SIZE",
-    worker="HVDLITE_WORKER",
-    store="HVDLITE_STORE",
+    signs=(job_contract.RANK,),
+    rank=job_contract.RANK,
+    size=job_contract.SIZE,
+    local_rank=job_contract.LOCAL_RANK,
+    local_size=job_contract.LOCAL_SIZE,
+    worker=job_contract.WORKER,
+    store=job_contract.STORE,
 )
 ELASTIC = Launcher(
     "hvdlite-run",
-    signs=("HVDLITE_ELASTIC", "HVDLITE_WORKER"),
+    signs=(job_contract.ELASTIC, job_contract.WORKER),
     # These two are not in the environment: `read_placement` takes them from the assignment.
-    rank="HVDLITE_RANK",
-    size="HVDLITE_SIZE",
+    rank=job_contract.RANK,
+    size=job_contract.SIZE,
     # The slot on the host, which may be beyond the ranks that there are on it now.
-    local_rank="HVDLITE_LOCAL_RANK",
-    worker="HVDLITE_WORKER",
-    store="HVDLITE_STORE",
+    local_rank=job_contract.LOCAL_RANK,
+    worker=job_contract.WORKER,
+    store=job_contract.STORE,
 )
 TORCHRUN = Launcher(
     "torchrun",
@@ -232,7 +233,7 @@ def refuse_horovod_rank(environ: Mapping[str, str]) -> None:
     has these variables too.
     """
     size = environ.get("HOROVOD_SIZE", "")
-    if "HVDLITE_RANK" in environ or "HOROVOD_RANK" not in environ or not (size.isascii() and size.isdigit()):
+    if job_contract.RANK in environ or "HOROVOD_RANK" not in environ or not (size.isascii() and size.isdigit()):
         return
     if int(size) > 1:
         raise LaunchEnvironmentError(
@@ -287,7 +288,7 @@ def _differ(environ: Mapping[str, str], one: str, other: str) -> bool:
 def _read_placement_of(launcher: Launcher, environ: Mapping[str, str]) -> Placement:
     read = _Reader(environ, launcher.name + (f" (or {launcher.others})" if launcher.others else ""))
     size = read.number(launcher.size)
-    host = node = environ.get("HVDLITE_HOST") or socket.gethostname()
+    host = node = environ.get(job_contract.HOST) or socket.gethostname()
     local_rank, one_host = None, False
     if name := launcher.told(launcher.local_rank, environ):
         local_rank = read.number(name, below=launcher.local_size)

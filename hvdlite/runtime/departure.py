@@ -21,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from ..environment import launcher_variable
+from hvdlite_wire.job_contract import JOB_DIR, WORKER, Note, note_file
+
 from ..errors import CommunicationError, says_peer_lost
 from ..log import log
 
@@ -96,12 +97,8 @@ def _end_after(save: Callable[[], None]) -> NoReturn:
     os._exit(1)
 
 
-def _leave_note(what: str) -> None:
-    """Creates a file in the job's directory, by which hvdlite-run finds the rank that failed first.
-
-    ``what``: "left" if this rank ends without an error, "peer-lost" if it fails because another has ended, and also
-    "peer-left" if that one ended without an error.
-    """
-    directory, worker = launcher_variable("JOB_DIR", os.environ), launcher_variable("WORKER", os.environ)
+def _leave_note(what: Note) -> None:
+    """Creates a file in the job's directory, by which hvdlite-run finds the rank that failed first."""
+    directory, worker = os.environ.get(JOB_DIR, ""), os.environ.get(WORKER, "")
     if directory and worker and Path(directory).is_dir():
-        Path(directory, f"worker.{worker}.{what}").touch()
+        Path(note_file(directory, worker, what)).touch()

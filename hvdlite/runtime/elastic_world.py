@@ -16,7 +16,9 @@ from datetime import timedelta
 
 import torch
 from hvdlite_wire.assignments import RankAssignment
+from hvdlite_wire.fault_points import ASKS, answer_key
 from hvdlite_wire.field_types import Refusals
+from hvdlite_wire.job_contract import CHAOS
 from hvdlite_wire.store_requests import StoreRequest
 
 from ..calls.generation import Generation
@@ -25,7 +27,6 @@ from ..comm.engine import SingleRankFactory
 from ..comm.gloo import InitTimeout, cut_links
 from ..comm.group import Group
 from ..control.unchecked import StandbyController
-from ..environment import launcher_variable
 from ..errors import CommunicationError
 from ..faults import arm, point
 from ..log import log, open_log
@@ -57,7 +58,7 @@ def connect_elastic(worker: ElasticWorker, call: InitCall) -> World:
     """
     process = call.process
     open_log(call.environment, f"worker {worker.number}")
-    if given := launcher_variable("CHAOS", os.environ):
+    if given := os.environ.get(CHAOS):
         arm(given, _FaultQuestions(worker.store_url, worker.number).may_begin, cut_links)
     launcher = LauncherEnd(store_client(worker.store_url, process), worker.number, f"worker {worker.number}")
     call.undo.callback(launcher.client.close)
@@ -202,8 +203,8 @@ class _FaultQuestions:
         """Returns whether the fault at this place of HVDLITE_CHAOS may happen in this step; waits for the answer."""
         number = next(self._numbers)
         try:
-            self._client.set({b"chaos/ask/%d" % self._worker: b"%d %d %d" % (number, index, step)})
-            (answer,) = self._client.get([b"chaos/answer/%d/%d" % (self._worker, number)])
+            self._client.set({ASKS + b"%d" % self._worker: b"%d %d %d" % (number, index, step)})
+            (answer,) = self._client.get([answer_key(self._worker, number)])
         except (OSError, ValueError):  # the job ends
             return False
         return answer == b"now"

@@ -30,15 +30,13 @@ from types import FrameType
 from typing import Any
 
 from hvdlite_wire.codec import decode, encode
+from hvdlite_wire.job_contract import STACKS_SIGNAL, note_file, report_socket, stacks_file
 from hvdlite_wire.store_requests import StoreRequest
 from hvdlite_wire.worker_status import Frame, OwnStatus, Thread
 
 from .. import forks
 from ..calls.call_sites import FramesOfThreads, own_prefixes
 from ..rendezvous.store_client import StoreClient
-
-STACKS_SIGNAL = 62
-"""A real-time signal that programs hardly use. `launcher.host.stacks_on_signal` has the same number."""
 
 _LOOKS_EACH_S = 5.0
 _ASKED_WITHIN_S = 0.5
@@ -72,17 +70,17 @@ class HangReporter:
         self._worker = worker
         self._store = store
         self._describe = describe
-        self._note = os.path.join(job_dir, f"worker.{worker}.progress")
+        self._note = note_file(job_dir, worker, "progress")
         self._waited_s = waited_s
         self._warn_after_s = warn_after_s
         self._has_told = False
-        own = os.path.join(job_dir, f"r{os.getpid()}")
+        own = report_socket(job_dir, os.getpid())
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(own)  # of a process that had this number before
         self._listener.bind(own)
         self._listener.listen()
-        self._register(f"{own}.stacks")
+        self._register(stacks_file(job_dir, os.getpid()))
         forks.when_forked(self)
         threading.Thread(target=self._run, name="hvdlite-report", daemon=True).start()
 

@@ -34,9 +34,9 @@ from typing import Any, NamedTuple, Protocol
 
 from hvdlite_wire.assignments import NewWorkerPolicy, RankAssignment
 from hvdlite_wire.codec import decode, encode
+from hvdlite_wire.job_contract import STORE
 
 from ..comm.group import MAX_JSON_BYTES, Group
-from ..environment import launcher_variable
 from ..errors import CommunicationError, PeerLostError
 from ..faults import point
 from ..log import log
@@ -429,7 +429,7 @@ def _exchange(group: Group, own: RankReport) -> list[RankReport]:
 
 
 def _store_client() -> StoreClient:
-    return StoreClient.from_url(launcher_variable("STORE", os.environ))
+    return StoreClient.from_url(os.environ.get(STORE, ""))
 
 
 def _ignore(_: Any) -> None:

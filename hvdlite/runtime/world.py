@@ -23,11 +23,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from hvdlite_wire.assignments import RankAssignment
+from hvdlite_wire.job_contract import JOB_DIR, STORE, WORKER
 from hvdlite_wire.worker_status import OwnStatus, Pace, Wait
 
 from .. import forks
 from ..comm import deferred_close
-from ..environment import READ_BY_INIT, CheckParameters, Environment, launcher_variable, read_environment
+from ..environment import READ_BY_INIT, CheckParameters, Environment, read_environment
 from ..errors import (
     CommunicationError,
     LaunchEnvironmentError,
@@ -127,7 +128,7 @@ def init(
         mark_taken()
         if world.topology.size > 1 and not world.stands_by:
             # hvdlite-run warns by itself, of all ranks.
-            warns = not (launcher_variable("JOB_DIR", os.environ) or world.environment.independent)
+            warns = not (os.environ.get(JOB_DIR) or world.environment.independent)
             _exchanged.begin(world.topology.rank, world.topology.size, is_adopted=is_adopted, warns=warns)
     finally:
         # At the end, because PyTorch installs its own hook when the ranks connect.
@@ -203,7 +204,7 @@ def _init(
 
 def _start_hang_reporter(warn_after_s: float | None) -> None:
     """Starts what answers hvdlite-run's reports, under hvdlite-run; once in a process."""
-    job_dir, worker, store = (launcher_variable(name, os.environ) for name in ("JOB_DIR", "WORKER", "STORE"))
+    job_dir, worker, store = (os.environ.get(name, "") for name in (JOB_DIR, WORKER, STORE))
     if not (job_dir and worker.isdigit() and store):
         return
 

@@ -17,9 +17,9 @@ import sys
 import traceback
 from collections.abc import Mapping
 
+from hvdlite_wire.job_contract import HOST, RANK, SIZE, STORE, WORKER
 from hvdlite_wire.store_requests import StoreRequest
 
-from ..environment import launcher_variable
 from ..errors import words_of
 from ..rendezvous.launchers import read_elastic_worker
 from ..rendezvous.store_client import StoreClient
@@ -32,7 +32,7 @@ def main(environ: Mapping[str, str] = os.environ) -> None:
     An exception is raised again once it is stored. sys.exit() in the function ends the worker and stores nothing.
     """
     own_pid = os.getpid()
-    client = StoreClient.from_url(launcher_variable("STORE", environ))
+    client = StoreClient.from_url(environ.get(STORE, ""))
     path, call = pickle.loads(client.get_large(b"call"))
     # The caller's path, because functions of its modules are pickled by name. Missing directories have no effect.
     sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
@@ -77,8 +77,8 @@ def _told_of(error: Exception) -> dict[str, object]:
 
 
 def _tell(client: StoreClient, environ: Mapping[str, str], what: Mapping[str, object]) -> None:
-    worker = launcher_variable("WORKER", environ).encode()
-    told = {"host": launcher_variable("HOST", environ), **_place(environ), **what}
+    worker = environ.get(WORKER, "").encode()
+    told = {"host": environ.get(HOST, ""), **_place(environ), **what}
     client.set_large(b"return/" + worker, pickle.dumps(told))
     client.request(StoreRequest.APPEND, [b"returned", worker + b" "])
 
@@ -86,7 +86,7 @@ def _tell(client: StoreClient, environ: Mapping[str, str], what: Mapping[str, ob
 def _place(environ: Mapping[str, str]) -> dict[str, int | None]:
     """Returns this worker's rank and size; in an elastic job those of its last world, and which one that was."""
     if read_elastic_worker(environ) is None:
-        rank, size = (int(launcher_variable(name, environ)) for name in ("RANK", "SIZE"))
+        rank, size = (int(environ.get(name, "")) for name in (RANK, SIZE))
         return {"generation": None, "rank": rank, "size": size}
     assignment = last_assignment()
     if assignment is None:

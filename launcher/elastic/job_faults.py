@@ -14,7 +14,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from ..plan.chaos_spec import OF_A_HOST, ChaosFault, ChaosSpec, worker_form
+from hvdlite_wire.fault_points import ASKS, answer_key, worker_form
+
+from ..plan.chaos_spec import OF_A_HOST, ChaosFault, ChaosSpec
 from ..system.signals import signal_name
 from ..system.table import table
 from ..wire.messages import Event, Exited, FaultAsked, InitDone, Lost
@@ -23,8 +25,6 @@ from .elastic_workers import Member
 from .membership import Membership
 from .rank_assignments import Store
 
-ASKS = b"chaos/ask/"
-"""The prefix of the keys by which workers ask for their faults."""
 _SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "stop": signal.SIGSTOP}
 _RETRY_S = 0.2  # how soon a fault by the clock is tried again, while too few ranks would be left
 
@@ -113,7 +113,7 @@ class JobFaults:
     def variable_of(self, worker: int) -> str:
         """Returns the HVDLITE_CHAOS of a worker that is started now."""
         self.given[worker] = self._spec.of_worker(worker, self._membership.policy.first_np)
-        return worker_form(self.given[worker])
+        return worker_form(each.of_worker for each in self.given[worker])
 
     def on_event(self, event: Event) -> None:
         match event:
@@ -147,8 +147,8 @@ class JobFaults:
         if may:
             self._begin(fault.kind, fault.worker, fault=fault, step=asked.step)
         if asked.number:
-            self._store.delete(_answer_key(asked.worker, asked.number - 1))
-        self._store.put(_answer_key(asked.worker, asked.number), b"now" if may else b"later")
+            self._store.delete(answer_key(asked.worker, asked.number - 1))
+        self._store.put(answer_key(asked.worker, asked.number), b"now" if may else b"later")
         if may and fault.kind in ("agent", "host"):
             self._end_host(fault.kind, fault.worker)
 
@@ -264,7 +264,3 @@ def asked_fault(key: bytes, value: bytes) -> FaultAsked | None:
     if len(numbers) != 3 or not all(each.isdigit() and len(each) < 10 for each in (worker, *numbers)):
         return None
     return FaultAsked(int(worker), *map(int, numbers))
-
-
-def _answer_key(worker: int, number: int) -> bytes:
-    return b"chaos/answer/%d/%d" % (worker, number)

@@ -27,10 +27,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hvdlite_wire.addresses import interface_with
+from hvdlite_wire.job_contract import Note, note_file
 
 from ..errors import LauncherError, ProtocolError, in_words
 from ..plan.python_command import parse_python
-from ..plan.worker_environment import job_dir, left_file, peer_left_file, peer_lost_file, progress_file, store_socket
+from ..plan.worker_environment import job_dir, store_socket
 from ..store.cache import Cache
 from ..store.relay import Relay
 from ..system import job_directory, network, process_tree
@@ -63,7 +64,6 @@ from .host_load import HostLoad
 from .killed_workers import KilledWorkers
 from .start_workers import CannotStartError, Worker, command_of, common_environment, start_workers
 from .status_collector import StatusCollector
-from .training_notes import apart_file, met_file
 from .worker_output import WorkerOutput
 from .worker_stdin import WorkerStdin
 
@@ -355,9 +355,10 @@ class Agent:
             stdin.close()
         assert self._job is not None, "workers are started after it"
         directory = self._job.directory
-        notes = (peer_lost_file, left_file, peer_left_file, apart_file, met_file)
-        peer_lost, left, peer_left, apart, met = (_was_there(note(directory, worker.number)) for note in notes)
-        self._status.note_end(worker.number, worker.process.pid, progress_file(directory, worker.number))
+        notes: tuple[Note, ...] = ("peer-lost", "left", "peer-left", "apart", "met")
+        files = [note_file(directory, worker.number, note) for note in notes]
+        peer_lost, left, peer_left, apart, met = map(_was_there, files)
+        self._status.note_end(worker.number, worker.process.pid, note_file(directory, worker.number, "progress"))
         self._channel.send(
             Exited(worker.number, returncode, peer_lost, left, peer_left, peak_memory, apart=apart and not met)
         )

@@ -24,13 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlite_wire.codec import decode
 from hvdlite_wire.errors import MessageError
+from hvdlite_wire.job_contract import STACKS_SIGNAL, note_file, report_socket
 from hvdlite_wire.worker_status import Frame, OwnStatus, Process, Source, Thread, WorkerStatus
 
 if TYPE_CHECKING:
     import psutil
-
-from ..plan.worker_environment import progress_file
-from .stacks_on_signal import STACKS_SIGNAL
 
 _ANSWERS_WITHIN_S = 1.0
 _STACKS_WITHIN_S = 1.0
@@ -153,7 +151,7 @@ def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, WorkerStatus]
             pid=one.pid,
             processes=tuple(processes[worker]),
             can_answer=worker in can_answer,
-            is_ending=worker in asked and own is None and os.path.exists(progress_file(job_dir, worker)),
+            is_ending=worker in asked and own is None and os.path.exists(note_file(job_dir, worker, "progress")),
             load=load,
             cores=os.cpu_count(),
         )
@@ -166,7 +164,7 @@ def _outermost(processes: Mapping[int, Sequence[Process]], job_dir: str, suffix:
         worker: _AskedWorker(each.pid, path)
         for worker, found in processes.items()
         for each in found[::-1]  # the outermost is the last to be set
-        if os.path.exists((path := os.path.join(job_dir, f"r{each.pid}")) + suffix)
+        if os.path.exists((path := report_socket(job_dir, each.pid)) + suffix)
     }
 
 

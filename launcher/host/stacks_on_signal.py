@@ -14,8 +14,7 @@ from __future__ import annotations
 import os
 import sys
 
-STACKS_SIGNAL = 62
-"""A real-time signal that programs hardly use. `hvdlite.runtime.hang_report` knows it by the same number."""
+from hvdlite_wire.job_contract import JOB_DIR, STACKS_SIGNAL, WORKER, stacks_file
 
 
 def register() -> None:
@@ -23,7 +22,7 @@ def register() -> None:
 
     Never raises: a program without reports is better than none.
     """
-    job_dir, worker = os.environ.get("HVDLITE_JOB_DIR"), os.environ.get("HVDLITE_WORKER", "")
+    job_dir, worker = os.environ.get(JOB_DIR), os.environ.get(WORKER, "")
     if not (job_dir and worker.isdecimal()) or _is_of_multiprocessing():
         return
     from .training_notes import note_at_exit  # noqa: PLC0415  # a process that is no worker does not pay for it
@@ -42,7 +41,7 @@ def _write_stacks_on_signal(job_dir: str) -> None:
         return
     try:
         # The handler writes to its descriptor as long as the process lives: faulthandler keeps the file.
-        file = open(os.path.join(job_dir, f"r{os.getpid()}.stacks"), "w", encoding="utf-8")  # noqa: SIM115  # see above
+        file = open(stacks_file(job_dir, os.getpid()), "w", encoding="utf-8")  # noqa: SIM115  # see above
         file.write(json.dumps({"libraries": _libraries()}) + "\n")
         file.flush()
         faulthandler.register(STACKS_SIGNAL, file, all_threads=True, chain=False)

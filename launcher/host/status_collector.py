@@ -20,10 +20,10 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hvdlite_wire.job_contract import note_file
 from hvdlite_wire.processes import stat_of
 from hvdlite_wire.worker_status import HostUsage, OwnStatus
 
-from ..plan.worker_environment import progress_file
 from ..wire.agent_frames import encode
 from ..wire.messages import AskStatus, StatusTold
 from .collect import Questions, collect, read_own, status_of
@@ -130,7 +130,7 @@ class StatusCollector:
             cpu_s=0.0 if stat is None else (stat[_USER_TIME] + stat[_SYSTEM_TIME]) / _TICKS_PER_S,
             memory=0 if stat is None else stat[_RESIDENT_PAGES] * _PAGE_BYTES,
             gpu_use=self.load.gpu_use(pid),
-            is_ending=own is None and os.path.exists(progress_file(self._job_dir, worker)),
+            is_ending=own is None and os.path.exists(note_file(self._job_dir, worker, "progress")),
         )
         self._send(StatusTold(worker, number, False, status))
 

@@ -19,15 +19,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-
-def apart_file(job_dir: str, worker: int) -> str:
-    """Returns the path of the file that says that a program of the worker trained and met no other rank."""
-    return os.path.join(job_dir, f"worker.{worker}.apart")
-
-
-def met_file(job_dir: str, worker: int) -> str:
-    """Returns the path of the file that says that a program of the worker has met other ranks."""
-    return os.path.join(job_dir, f"worker.{worker}.met")
+from hvdlite_wire.job_contract import note_file
 
 
 def note_at_exit(job_dir: str, worker: int) -> None:
@@ -40,9 +32,9 @@ def note_at_exit(job_dir: str, worker: int) -> None:
         # A worker may run several programs, one after the other: one that has met others is enough.
         with contextlib.suppress(Exception):
             if _has_met():
-                _touch(met_file(job_dir, worker))
+                _touch(note_file(job_dir, worker, "met"))
             elif _has_trained():
-                _touch(apart_file(job_dir, worker))
+                _touch(note_file(job_dir, worker, "apart"))
 
     atexit.register(leave_note)
 

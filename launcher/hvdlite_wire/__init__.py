@@ -7,4 +7,5 @@ What hvdlite and hvdlite-run must agree on, and what both need of the system.
 Modules import only what stands before them:
 
     errors < codec < field_types < worker_status < store_requests < assignments < safe_paths < addresses < processes
+        < job_contract < fault_points
 """

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
+from hvdlite_wire.fault_points import ASKS
+
 from ..agents.agent_group import AGENT_S, Agents
 from ..elastic.discovery import Discovery
 from ..elastic.elastic_hosts import ElasticHosts
 from ..elastic.elastic_job import ElasticJob
-from ..elastic.job_faults import ASKS, JobFaults, asked_fault
+from ..elastic.job_faults import JobFaults, asked_fault
 from ..elastic.membership import REST_S, Membership
 from ..errors import UsageError, why_not_written
 from ..plan.hosts import AUTO, Host, count_auto_slots, each_machine_once

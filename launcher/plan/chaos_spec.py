@@ -5,45 +5,21 @@
     seed=3,every=30s,faults=kill+stop                          the same by the clock
 
 `cli.elastic_flags` parses it, and `elastic.job_faults` carries it out. A worker finds its own faults in HVDLITE_CHAOS,
-as `worker_form` writes them: ``kill@vote:7,segv@voted:9``. Nothing here has a clock or a state: equal seeds give equal
-faults.
+as `hvdlite_wire.fault_points` writes them: ``kill@vote:7,segv@voted:9``. Nothing here has a clock or a state: equal
+seeds give equal faults.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+from hvdlite_wire.fault_points import KINDS, POINTS, WorkerFault
 
 from ..errors import UsageError
 
-KINDS = {
-    "kill": "the worker is killed (SIGKILL)",
-    "segv": "a segmentation fault",
-    "shm": "SIGBUS, as from a page of shared memory when /dev/shm is full",
-    "exception": "a RuntimeError",
-    "stop": "the worker is stopped (SIGSTOP)",
-    "hang": "a loop that never ends, and that holds the interpreter's lock",
-    "agent": "the agent of the worker's host is killed",
-    "host": "all workers of its host are killed, and the agent",
-    "link": "nothing comes any more over the worker's connections to other hosts",
-}
-POINTS = {
-    "begin": "before the first gradient of a step",
-    "backward": "within backward, after a bucket was sent",
-    "synchronize": "before the last buckets are sent",
-    "vote": "all averages have arrived, and the vote on the step has not begun",
-    "voted": "after the vote, and before the optimizer uses the averages",
-    "stepped": "after the step",
-    "leave": "a step's rank was lost, and the others have not left its generation",
-    "report": "in the next generation, before the reports on this step",
-    "settled": "after these reports",
-    "init": "in the first hvd.init() of a worker that is to join",
-    "join": "in a worker that joins: its program has made its model, and asks for its first rank",
-    "handover": "rank 0, and the ranks that get its state, are about to send and to receive it",
-    "commit": "in state.commit()",
-}
 BY_CLOCK = ("kill", "segv", "stop", "agent", "host")
 """The kinds that hvdlite-run can cause from outside of a worker."""
 
@@ -74,6 +50,11 @@ class ChaosFault:
 
     def __str__(self) -> str:
         return f"{self.kind}@{self.point}:worker={self.worker}:step={self.step}"
+
+    @property
+    def of_worker(self) -> WorkerFault:
+        """What the worker itself is told of it."""
+        return WorkerFault(self.kind, self.point, self.step)
 
 
 @dataclass(frozen=True)
@@ -143,11 +124,6 @@ class ChaosSpec:
         drawn = None if self.seeded is None else self.seeded.fault_of(worker, ranks)
         own = tuple(fault for fault in self.faults if fault.worker == worker)
         return own if drawn is None else (*own, drawn)
-
-
-def worker_form(faults: Sequence[ChaosFault]) -> str:
-    """Returns the value of HVDLITE_CHAOS for a worker with these faults: kind, point and step of each."""
-    return ",".join(f"{fault.kind}@{fault.point}:{fault.step}" for fault in faults)
 
 
 def parse_chaos(texts: Sequence[str], report_file: str | None = None) -> ChaosSpec:
@@ -223,7 +199,7 @@ def _values(items: Sequence[str], known: Sequence[str]) -> dict[str, str]:
 
 
 def _names(
-    values: dict[str, str], name: str, usual: Sequence[str], known: dict[str, str], what: str
+    values: dict[str, str], name: str, usual: Sequence[str], known: Collection[str], what: str
 ) -> tuple[str, ...]:
     if name not in values:
         return tuple(usual)
@@ -233,7 +209,7 @@ def _names(
     return names
 
 
-def _one_of(name: str, known: Sequence[str] | dict[str, str], what: str) -> None:
+def _one_of(name: str, known: Collection[str], what: str) -> None:
     if name not in known:
         raise UsageError(f"{name!r} is not {what}: choose from {', '.join(known)}")
 

@@ -9,10 +9,12 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hvdlite_wire.fault_points import worker_form
+
 from ..system.job_directory import temporary_directory
 from ..system.machine import usable_cores
 from ..system.network import loopback_interface
-from .chaos_spec import ChaosSpec, worker_form
+from .chaos_spec import ChaosSpec
 from .elastic_spec import ElasticSpec
 from .exported_variables import WorkerEnvironment
 from .hosts import Host
@@ -61,7 +63,7 @@ def elastic_dry_run(
         host = worker.host
         facts = _facts_here(job, host, host.slots) if host.is_here and is_alone else None
         chaos = job.elastic.chaos or ChaosSpec()
-        faults = worker_form(chaos.of_worker(worker.number, job.elastic.policy.first_np))
+        faults = worker_form(each.of_worker for each in chaos.of_worker(worker.number, job.elastic.policy.first_np))
         own = elastic_environment(worker.number, host.label, worker.slot, faults)
         place = f"worker {worker.number} on {host.label}: local rank {worker.slot}"
         variables = _variables(

@@ -11,17 +11,13 @@ The variables are the public contract between hvdlite-run and hvdlite, or any ot
     HVDLITE_STORE                           the rendezvous store: unix:// and the path, unquoted, of the socket on which
                                             the host's agent answers the requests in `hvdlite_wire.store_requests`
     HVDLITE_JOB_DIR                         the job's private directory on this host, removed at the job's end
-    HVDLITE_CHAOS                           with --chaos, the worker's own faults (see `chaos_spec.worker_form`), for
+    HVDLITE_CHAOS                           with --chaos, the worker's own faults (see `hvdlite_wire.fault_points`), for
                                             which it asks under chaos/ in the store (see `elastic.job_faults`)
 
 In an elastic job ranks change, so a worker gets its rank in hvd.init() and no variable has it, nor any size. Its local
 rank is its slot on the host, which stays.
 
-A worker creates empty files in HVDLITE_JOB_DIR before it ends. ``worker.<number>.peer-lost`` means that it ends only
-because it lost a peer, so it does not count as the cause; with ``worker.<number>.peer-left`` that peer was ending its
-program without an error. ``worker.<number>.left`` means that the worker itself does that.
-``worker.<number>.apart`` means that a program of the worker trained and met no other rank, ``worker.<number>.met`` that
-one has met others.
+A worker creates empty files in HVDLITE_JOB_DIR before it ends: see `hvdlite_wire.job_contract`.
 
 A program that only knows torch.distributed finds the variables of torchrun; MASTER_PORT is kept free on rank 0's host
 until rank 0 listens. One written for Horovod finds the variables of horovodrun. The table below has them all, and
@@ -43,26 +39,39 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from hvdlite_wire.job_contract import (
+    CHAOS,
+    CROSS_RANK,
+    CROSS_SIZE,
+    ELASTIC,
+    HOROVODS,
+    HOST,
+    JOB_DIR,
+    LOCAL_RANK,
+    LOCAL_SIZE,
+    RANK,
+    SIZE,
+    STORE,
+    WORKER,
+)
+
 from .slots import Slot
 
+_OWN = {
+    RANK: "rank",
+    SIZE: "size",
+    LOCAL_RANK: "local rank",
+    LOCAL_SIZE: "local size",
+    CROSS_RANK: "cross rank",
+    CROSS_SIZE: "cross size",
+    WORKER: "worker",
+    HOST: "host",
+}
 _PLACE: Mapping[str, str] = MappingProxyType(
     {
-        "HVDLITE_RANK": "rank",
-        "HVDLITE_SIZE": "size",
-        "HVDLITE_LOCAL_RANK": "local rank",
-        "HVDLITE_LOCAL_SIZE": "local size",
-        "HVDLITE_CROSS_RANK": "cross rank",
-        "HVDLITE_CROSS_SIZE": "cross size",
-        "HVDLITE_WORKER": "worker",
-        "HVDLITE_HOST": "host",
+        **_OWN,
         # As set by horovodrun
-        "HOROVOD_RANK": "rank",
-        "HOROVOD_SIZE": "size",
-        "HOROVOD_LOCAL_RANK": "local rank",
-        "HOROVOD_LOCAL_SIZE": "local size",
-        "HOROVOD_CROSS_RANK": "cross rank",
-        "HOROVOD_CROSS_SIZE": "cross size",
-        "HOROVOD_HOSTNAME": "host",
+        **{HOROVODS[name]: what for name, what in _OWN.items() if name in HOROVODS},
         # As set by torchrun
         "RANK": "rank",
         "WORLD_SIZE": "size",
@@ -75,11 +84,9 @@ _PLACE: Mapping[str, str] = MappingProxyType(
 )
 """The variables of a worker's rank and host, and the name of the value of each in `slot_environment`."""
 
-_STORE, _JOB_DIR = "HVDLITE_STORE", "HVDLITE_JOB_DIR"
-_ELASTIC = ("HVDLITE_ELASTIC", "HOROVOD_ELASTIC")
-_CHAOS = "HVDLITE_CHAOS"
+_ELASTIC = (ELASTIC, HOROVODS[ELASTIC])
 
-OWN_VARIABLES = frozenset({*_PLACE, *_ELASTIC, _STORE, _JOB_DIR, _CHAOS})
+OWN_VARIABLES = frozenset({*_PLACE, *_ELASTIC, STORE, JOB_DIR, CHAOS})
 """The variables that only hvdlite-run sets: a user's values are replaced."""
 
 # The longest path of a Unix socket, and how much of it follows the temporary directory: /hvdlite-, a token, and /store
@@ -112,7 +119,7 @@ def elastic_environment(worker: int, host: str, slot: int, chaos: str = "") -> d
     ``chaos`` are its faults, if it has any.
     """
     place = {"worker": str(worker), "host": host, "local rank": str(slot)}
-    faults = {_CHAOS: chaos} if chaos else {}
+    faults = {CHAOS: chaos} if chaos else {}
     return {
         **faults,
         **dict.fromkeys(_ELASTIC, "1"),
@@ -146,7 +153,7 @@ def variables_set(given: Mapping[str, str], own: Mapping[str, str], host: HostEn
         if not host.is_alone:
             unless_set["NCCL_SOCKET_IFNAME"] = f"={host.interface}"  # = for this name only, and no prefix of others
     defaults = {name: value for name, value in unless_set.items() if name not in given}
-    return {**own, _STORE: f"unix://{store_socket(host.job_dir)}", _JOB_DIR: host.job_dir, **defaults}
+    return {**own, STORE: f"unix://{store_socket(host.job_dir)}", JOB_DIR: host.job_dir, **defaults}
 
 
 def job_dir(token: str, tmp: str) -> str:
@@ -163,23 +170,3 @@ def job_dir(token: str, tmp: str) -> str:
 def store_socket(job_dir: str) -> str:
     """Returns the path of the socket on which the agent answers its workers' requests to the store."""
     return os.path.join(job_dir, "store")
-
-
-def peer_lost_file(job_dir: str, worker: int) -> str:
-    """Returns the path of the file that a worker creates if it ends only because it lost a peer."""
-    return os.path.join(job_dir, f"worker.{worker}.peer-lost")
-
-
-def peer_left_file(job_dir: str, worker: int) -> str:
-    """Returns the path of the file that a worker creates besides if that peer was ending its program."""
-    return os.path.join(job_dir, f"worker.{worker}.peer-left")
-
-
-def progress_file(job_dir: str, worker: int) -> str:
-    """Returns the path of the file that says how far a worker had come, which it writes when it ends."""
-    return os.path.join(job_dir, f"worker.{worker}.progress")
-
-
-def left_file(job_dir: str, worker: int) -> str:
-    """Returns the path of the file that a worker creates if it ends on its own account."""
-    return os.path.join(job_dir, f"worker.{worker}.left")

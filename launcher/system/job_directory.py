@@ -20,6 +20,8 @@ import tempfile
 import time
 from typing import TYPE_CHECKING
 
+from hvdlite_wire.job_contract import JOB_DIR
+
 from ..errors import LauncherError
 from .machine import boot_id
 
@@ -119,7 +121,7 @@ def _is_of(process: psutil.Process, name: str) -> bool:
     import psutil  # noqa: PLC0415  # as in _kill_all_of
 
     try:
-        return os.path.basename(process.environ().get("HVDLITE_JOB_DIR", "")) == name
+        return os.path.basename(process.environ().get(JOB_DIR, "")) == name
     except (psutil.Error, OSError):  # it has ended, or is another user's
         return False
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hvdlite_launcher.cli.hvdlite_run import job_of, read_flags
 from hvdlite_launcher.elastic.job_faults import ChaosReport, Record
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.plan.chaos_spec import POINTS, ChaosFault, parse_chaos, worker_form
+from hvdlite_launcher.plan.chaos_spec import ChaosFault, parse_chaos
+from hvdlite_wire.fault_points import POINTS, worker_faults, worker_form
 
 ELASTIC = ("-np", "4", "--min-np", "2")
 
@@ -14,7 +17,9 @@ ELASTIC = ("-np", "4", "--min-np", "2")
 def test_a_fault_has_a_kind_a_point_a_worker_and_a_step():
     spec = parse_chaos(["kill@vote:worker=1:step=7", "segv@init:worker=4"])
     assert spec.faults == (ChaosFault("kill", "vote", 1, 7), ChaosFault("segv", "init", 4))
-    assert worker_form(spec.of_worker(1, ranks=4)) == "kill@vote:7"
+    own = [each.of_worker for each in spec.of_worker(1, ranks=4)]
+    assert worker_form(own) == "kill@vote:7"
+    assert worker_faults(worker_form(own * 2)) == own * 2
     assert spec.of_worker(0, ranks=4) == ()
 
 
@@ -91,8 +96,8 @@ def test_every_point_is_in_the_library_and_on_the_page():
     root = Path(__file__).parents[2]
     sources = "".join(path.read_text() for path in (root / "hvdlite").rglob("*.py"))
     page = (root / "docs" / "chaos.md").read_text()
+    assert set(re.findall(r'\bpoint\("(\w+)"\)', sources)) == POINTS.keys()
     for name in POINTS:
-        assert f'point("{name}")' in sources, name
         assert f"| `{name}` |" in page, name
 
 

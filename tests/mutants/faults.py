@@ -323,9 +323,9 @@ _LAUNCHER = [
     ),
     Mutant(
         "workers that are being ended are counted as ranks",
-        "launcher/elastic/membership.py",
-        "each is not None and not each.is_dismissed and not each.is_being_ended]",
-        "each is not None and not each.is_dismissed]",
+        "launcher/elastic/elastic_workers.py",
+        "return not self.is_dismissed and not self.is_being_ended",
+        "return not self.is_dismissed",
         ("tests/launcher/elastic/test_membership.py::test_when_all_hosts_are_blacklisted_that_is_said_before_the_end",),
     ),
 ]
