@@ -319,9 +319,15 @@ class Reducer(GradientListener):
             # Some ranks may run another pass before the step, and others not: all come to it alike.
             self.state.forget_averages()
             return
-        if agreed is PendingKind.DROPPED and not self.state.is_in_step:
-            self.begin_step()
-        self._leave_step(drops=agreed is PendingKind.DROPPED)
+        if agreed is PendingKind.DROPPED:
+            if not self.state.is_in_step:
+                self.begin_step()
+            self._leave_step(drops=True)
+            return
+        passes = frozenset(self.state.backwards)
+        self._leave_step(drops=False)
+        # The next step uses their gradients, and tells other optimizers so.
+        self.state.backwards |= passes
 
     def _leave_step(self, *, drops: bool) -> None:
         """Ends a step that has no complete gradients, or of which all ranks drop them."""

@@ -432,6 +432,24 @@ def test_where_some_were_dropped_and_others_not_it_is_an_error_on_all_ranks(acti
 
 
 @actions
+def test_what_it_leaves_in_other_optimizers_is_surplus_once_they_have_stepped(action):
+    """A pass for two optimizers, one of which adds several up and is changed between these."""
+
+    def rank(group: Group) -> list[float]:
+        one, several = sgd([new(1)]), sgd([new(1)])
+        optimizer, adding = wrap(group, one), wrap(group, several, backward_passes_per_step=3)
+        torch.cat([*params_of(one), *params_of(several)]).sum().backward()
+        take(action, adding)
+        adding.step()
+        optimizer.zero_grad()
+        backward(one, 2.0)
+        optimizer.step()
+        return [params_of(each)[0].grad.item() for each in (one, several)]
+
+    assert run_ranks(2, rank) == [[2.0, 1.0]] * 2
+
+
+@actions
 def test_with_gradients_of_a_step_that_is_to_come_it_is_an_error_on_all_ranks(action):
     def rank(group: Group) -> str:
         inner = sgd([new()])
