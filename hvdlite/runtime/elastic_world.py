@@ -46,7 +46,7 @@ from .retry import Retry
 _GENERATION_LIMIT = timedelta(seconds=30)
 
 # How often the same ranks of an elastic job try to connect before the error is raised: as often as hvdlite-run lets
-# them (`elastic.refused_links`), which gives up hosts that refuse connections.
+# them (`elastic.cut_links`), which gives up hosts that refuse connections.
 _TRIES = 5
 
 

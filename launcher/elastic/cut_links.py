@@ -1,12 +1,18 @@
-"""`CutLinks`: finds hosts of an elastic job between which the network is cut, though the launcher reaches both.
+"""Finds hosts of an elastic job that cannot reach each other, though the launcher reaches both.
 
-    Alive ── each worker's addresses, and those over which nothing comes ──► CutLinks ──► hosts to give up, and why
+    Alive ── each worker's addresses, and those over which nothing comes ──► CutLinks ─────┬► hosts to give up, and why
+    InitFailed ── a rank's own addresses, and the one that refused it ──► RefusedLinks ────┘
 
-The ranks would wait in gloo until its timeout. Each worker says for how long nothing has come over its connections to
-other hosts, not even the other kernel's answers to probes (`hvdlite.comm.keepalive`): so a worker that computes for
-long, sleeps or is stopped is never taken for a cut network.
+`CutLinks`: the ranks would wait in gloo until its timeout. Each worker says for how long nothing has come over its
+connections to other hosts, not even the other kernel's answers to probes (`hvdlite.comm.keepalive`): so a worker that
+computes for long, sleeps or is stopped is never taken for a cut network.
 
-`elastic_job` calls it. It uses no connection, thread or clock.
+`RefusedLinks`: a rank whose connection is refused, as by a firewall, fails at once, and tells who refused it. But a
+rank that has ended refuses connections too, and so does one that has given up its generation a moment before the others
+do. So a refusal counts only if it comes before any other failure of its generation, if both ranks live on, and if it
+has come twice since all ranks were connected.
+
+`elastic_job` calls them. They use no connection, thread or clock.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from ..wire.messages import Alive
+from ..wire.messages import Alive, InitFailed
 from ..wire.silent_links import Said, silent_between
 
 # Of --hang-timeout: with it the job goes on within 20 s by default. The kernel repeats data that nobody acknowledges
@@ -26,6 +32,10 @@ _SHORTEST_LIMIT_S = 6.0
 # Once one connection is silent for the limit, all count that are silent for this part of it: they may differ a little.
 _ALSO_SILENT_PART = 0.5
 
+MOST_FAILED_MEETINGS = 5
+"""How many generations in a row may fail to connect: each of up to three hosts may refuse twice."""
+
+_LEAST_REFUSALS = 2
 _MOST_NAMED = 3
 
 
@@ -79,12 +89,58 @@ class CutLinks:
 
     def _words(self, host: str, others: Collection[str], silent_s: Mapping[tuple[str, str], float]) -> str:
         longest_s = max(since_s for ends, since_s in silent_s.items() if host in ends)
-        named = sorted(others)[:_MOST_NAMED]
-        more = f" and {len(others) - len(named)} more" if len(others) > len(named) else ""
         return (
-            f"the network between it and {', '.join(named)}{more} is cut: nothing came over it for {longest_s:.0f} s, "
+            f"the network between it and {_named(others)} is cut: nothing came over it for {longest_s:.0f} s, "
             "though hvdlite-run reaches both ends"
         )
+
+
+class RefusedLinks:
+    """Which hosts refuse which, by the generations that have failed since all ranks were connected."""
+
+    def __init__(self) -> None:
+        self.have_met = False
+        """Whether all ranks of any generation were connected."""
+        self.failed_meetings = 0
+        """How many generations in a row could not connect, though no rank was lost: set by `elastic_job`."""
+        self._times: Counter[frozenset[str]] = Counter()
+        self._said: list[Said] = []  # in this generation
+        self._counted: set[frozenset[str]] = set()
+
+    def next_generation(self) -> None:
+        """What is said from now on is of another generation."""
+        self._said.clear()
+        self._counted.clear()
+
+    def forget_all(self) -> None:
+        """All ranks are connected: earlier refusals do not count any more."""
+        self.have_met = True
+        self.next_generation()
+        self._times.clear()
+
+    def failed(self, event: InitFailed, host_of: Mapping[int, str]) -> list[CutOff]:
+        """Notes a rank that could not connect; returns the hosts to give up, so that all others reach each other.
+
+        ``host_of`` has the hosts of all ranks, in their order.
+        """
+        refused_by = {} if self._said else dict.fromkeys(event.refused_by, 1.0)
+        self._said.append(Said(host_of[event.worker], event.addresses, refused_by))
+        new = set(map(frozenset, silent_between(self._said, 1.0))) - self._counted
+        self._counted |= new
+        self._times.update(new)
+        if all(self._times[link] < _LEAST_REFUSALS for link in new):
+            return []
+        hosts = Counter(host_of.values())
+        links = {link for link, times in self._times.items() if times >= _LEAST_REFUSALS and link <= hosts.keys()}
+        given_up = []
+        for host in fewest_to_give_up(hosts, links):
+            others = _named(other for link in links if host in link for other in link - {host})
+            why = (
+                f"TCP connections between it and {others} are refused, though hvdlite-run reaches both ends. Does a "
+                "firewall block them? hvdlite-run --check shows which connections fail"
+            )
+            given_up.append(CutOff(host, why))
+        return given_up
 
 
 def fewest_to_give_up(workers: Mapping[str, int], cuts: Iterable[frozenset[str]]) -> list[str]:
@@ -110,3 +166,9 @@ def fewest_to_give_up(workers: Mapping[str, int], cuts: Iterable[frozenset[str]]
             cut_from[other].discard(worst)
         cut_from[worst] = set()
     return given_up
+
+
+def _named(others: Iterable[str]) -> str:
+    names = sorted(others)
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

@@ -11,22 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
+from ..agents.agent_group import Agents
 from ..agents.wait_for_agents import not_there_yet, still_not_there
 from ..plan.hosts import AUTO
 from ..wire.messages import Hello
-
-
-class Connections(Protocol):
-    """The agents on hosts: `agents.agent_group.Agents`."""
-
-    def connect_later(self, label: str, slots: int) -> None: ...
-    def leave(self, label: str) -> None: ...
-    def label_here(self) -> str: ...
-    def start_worker(
-        self, label: str, worker: int, variables: Mapping[str, str], hellos: Mapping[str, Hello]
-    ) -> None: ...
 
 
 @dataclass
@@ -49,7 +38,7 @@ class _Connected:
 class ElasticHosts:
     """The hosts of one elastic job and the state of each, by their labels."""
 
-    def __init__(self, connections: Connections, *, start_timeout_s: float, say: Callable[[str], None]) -> None:
+    def __init__(self, connections: Agents, *, start_timeout_s: float, say: Callable[[str], None]) -> None:
         self._connections = connections
         self.start_timeout_s = start_timeout_s
         self._say = say

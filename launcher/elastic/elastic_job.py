@@ -13,11 +13,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from hvdlite_wire.assignments import Dismissal, RankAssignment
 
 from ..plan.worker_environment import elastic_environment
+from ..screen.job_screen import Screen
+from ..store.server import Store
 from ..system.signals import shell_code, signal_name
 from ..wire.messages import (
     Alive,
@@ -38,7 +39,7 @@ from ..workers.ending import FAILURE_GRACE_S, Ending
 from ..workers.failure_message import JobOutcome, failure_message, name_workers
 from ..workers.first_failure import FirstFailure
 from ..workers.generation_table import GenerationRow, GenerationTable
-from .cut_links import CutLinks, CutOff
+from .cut_links import MOST_FAILED_MEETINGS, CutLinks, CutOff, RefusedLinks
 from .elastic_hosts import ElasticHosts
 from .elastic_workers import ElasticGeneration
 from .hangs import Hangs
@@ -55,17 +56,7 @@ from .membership import (
     Say,
     StartWorker,
 )
-from .rank_assignments import RankAssignments, Store
-from .refused_links import MOST_FAILED_MEETINGS, RefusedLinks
-
-
-class Screen(Protocol):
-    """Shows output and messages: `screen.Screen`."""
-
-    def begin(self, worker: int) -> None: ...
-    def set_rank(self, worker: int, rank: int | None) -> None: ...
-    def finish(self, worker: int) -> None: ...
-    def say(self, text: str) -> None: ...
+from .rank_assignments import RankAssignments
 
 
 @dataclass

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
 
+from ..store.server import Store
 from ..wire.messages import Alive, Unresponsive
 
 _ASKED_PER_LIMIT = 4
@@ -26,13 +26,6 @@ _LONGEST_PAUSE_S = 2.5
 _REPORT_BEFORE_S = 7.0
 # With a shorter limit no report is taken: a worker may be silent for half of it and respond.
 _LEAST_LIMIT_S = 2 * _REPORT_BEFORE_S
-
-
-class Store(Protocol):
-    """The launcher's store: `store.server.Store`."""
-
-    def put(self, key: bytes, value: bytes) -> None: ...
-    def delete(self, key: bytes) -> None: ...
 
 
 @dataclass

@@ -12,18 +12,19 @@ from __future__ import annotations
 import signal
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from hvdlite_wire.fault_points import ASKS, answer_key, worker_form
 
+from ..agents.agent_group import Agents
 from ..plan.chaos_spec import OF_A_HOST, ChaosFault, ChaosSpec
+from ..store.server import Store
 from ..system.signals import signal_name
 from ..system.table import table
 from ..wire.messages import Event, Exited, FaultAsked, InitDone, Lost
 from ..workers.ending import Ending
 from .elastic_workers import Member
 from .membership import Membership
-from .rank_assignments import Store
 
 _SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "stop": signal.SIGSTOP}
 _RETRY_S = 0.2  # how soon a fault by the clock is tried again, while too few ranks would be left
@@ -81,17 +82,10 @@ def _row(record: Record) -> Sequence[str]:
     )
 
 
-class Hosts(Protocol):
-    """What causes the faults outside of workers: `agents.agent_group.Agents`."""
-
-    def signal(self, numbers: Collection[int], signum: int) -> None: ...
-    def kill_agent(self, label: str) -> None: ...
-
-
 class JobFaults:
     """The faults of one elastic job: which each worker was given, which have happened, and those by the clock."""
 
-    def __init__(self, spec: ChaosSpec, membership: Membership, ending: Ending, *, store: Store, hosts: Hosts) -> None:
+    def __init__(self, spec: ChaosSpec, membership: Membership, ending: Ending, *, store: Store, hosts: Agents) -> None:
         self._spec = spec
         self._membership = membership
         self._ending = ending

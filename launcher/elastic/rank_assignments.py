@@ -12,17 +12,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection
-from typing import Protocol
 
 from hvdlite_wire.assignments import ANSWERS, Dismissal, RankAssignment, assignment_key, standby_key
 
-
-class Store(Protocol):
-    """The launcher's store: `store.server.Store`."""
-
-    def put(self, key: bytes, value: bytes) -> None: ...
-    def delete(self, key: bytes) -> None: ...
-    def revoke(self, generation: int, why: str) -> None: ...
+from ..store.server import Store
 
 
 class RankAssignments:

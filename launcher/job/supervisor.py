@@ -17,6 +17,8 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from ..screen.job_screen import Screen
+from ..status.reports import Reports
 from ..system.signals import shell_code
 from ..wire.messages import (
     AgentSaid,
@@ -52,32 +54,7 @@ from ..wire.messages import (
 )
 from ..workers.ending import Ending
 from ..workers.failure_message import JobOutcome
-
-
-class Screen(Protocol):
-    """Shows output and messages: `screen.Screen`."""
-
-    def show(self, output: Output) -> None: ...
-    def finish(self, worker: int) -> None: ...
-    def say(self, text: str) -> None: ...
-
-
-class Input(Protocol):
-    """Reads the launcher's input: `launcher_stdin.Stdin`. Each `read` causes one `InputRead`."""
-
-    def read(self) -> None: ...
-
-
-class Reports(Protocol):
-    """Takes reports on what the workers do: `status.reports.Reports`."""
-
-    def on_asked(self, asked: ReportAsked) -> None: ...
-    def on_stalled(self, stalled: Stalled) -> None: ...
-    def on_unresponsive(self, unresponsive: Unresponsive) -> None: ...
-    def on_told(self, told: StatusTold) -> None: ...
-    def on_exit(self, worker: int) -> None: ...
-    def time_left_s(self) -> float | None: ...
-    def time_passes(self) -> None: ...
+from .launcher_stdin import Stdin
 
 
 class Observer(Protocol):
@@ -117,7 +94,7 @@ class Supervisor:
         reports: Reports,
         *,
         send_input: Callable[[int, bytes], None],
-        stdin: Input,
+        stdin: Stdin,
         screen: Screen,
         observers: Sequence[Observer] = (),
     ) -> None:

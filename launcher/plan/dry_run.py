@@ -16,27 +16,40 @@ from ..system.machine import usable_cores
 from ..system.network import loopback_interface
 from .chaos_spec import ChaosSpec
 from .elastic_spec import ElasticSpec
-from .exported_variables import WorkerEnvironment
 from .hosts import Host
 from .job_spec import JobSpec
 from .slots import Slot
 from .worker_environment import HostEnvironment, elastic_environment, job_dir, slot_environment, variables_set
 
 
-def dry_run(job: JobSpec, slots: Sequence[Slot], by_flags: Mapping[str, str]) -> str:
+def dry_run(
+    job: JobSpec,
+    slots: Sequence[Slot],
+    by_flags: Mapping[str, str],
+    facts_of: Callable[[Host], HostEnvironment | None] | None = None,
+) -> str:
     """Returns what all of the job's ``slots`` share, and a paragraph for each, with what is known on this host.
 
-    ``by_flags`` are the variables that flags set for all workers.
+    ``by_flags`` are the variables that flags set for all workers. ``facts_of(host)`` returns None where only the host
+    itself knows them; by default this machine is asked, if it is the only one.
     """
-    hosts = {slot.host for slot in slots}
-
-    def interface_of(host: Host) -> str | None:
-        return _interface_of(job, host)
-
-    def facts_of(host: Host) -> HostEnvironment | None:
-        return _facts_here(job, host, len(slots)) if host.is_here and len(hosts) == 1 else None
-
-    return preview(slots, job.environment, facts_of, interface_of, _set_by_flags(job, by_flags), _runs(job))
+    first, is_alone = slots[0].host, len({slot.host for slot in slots}) == 1
+    address = "127.0.0.1" if is_alone else f"<the address of {first.label}>"
+    places: list[tuple[str, Mapping[str, str]]] = []
+    for slot in slots:
+        host = slot.host
+        own = slot_environment(slot, len(slots), master_address=address, master_port=0)
+        own["MASTER_PORT"] = f"<a free port of {first.label}>"
+        if facts_of is not None:
+            facts = facts_of(host)
+        else:
+            facts = _facts_here(job, host, len(slots)) if host.is_here and is_alone else None
+        place = (
+            f"rank {slot.rank} on {host.label}: local rank {slot.local_rank} of {slot.local_size}, "
+            f"cross rank {slot.cross_rank} of {slot.cross_size}"
+        )
+        places.append((place, _variables(job, host, own, facts, slot.local_size, by_flags, is_alone=is_alone)))
+    return "\n".join(_paragraphs(places, "all ranks", _runs(job)))
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,6 @@ def elastic_dry_run(
     ``by_flags`` are the variables that flags set for all workers.
     """
     assert job.elastic is not None, "the caller has asked"
-    shown = _set_by_flags(job, by_flags)
     is_alone = job.elastic.discovery is None and len(hosts) == 1
     places: list[tuple[str, Mapping[str, str]]] = []
     for worker in workers:
@@ -66,21 +78,17 @@ def elastic_dry_run(
         faults = worker_form(each.of_worker for each in chaos.of_worker(worker.number, job.elastic.policy.first_np))
         own = elastic_environment(worker.number, host.label, worker.slot, faults)
         place = f"worker {worker.number} on {host.label}: local rank {worker.slot}"
-        variables = _variables(
-            job.environment, host, own, facts, _interface_of(job, host), host.slots, is_alone=is_alone
-        )
-        places.append((place, variables | shown))
+        places.append((place, _variables(job, host, own, facts, host.slots, by_flags, is_alone=is_alone)))
     return "\n".join([_rules(job.elastic, hosts, workers), *_paragraphs(places, "all workers", _runs(job))])
 
 
 def _rules(elastic: ElasticSpec, hosts: Sequence[Host], workers: Sequence[FirstWorker]) -> str:
     policy, script = elastic.policy, elastic.discovery
-    start = policy.min_np if policy.start_np is None else policy.start_np
     most = "with as many as there are slots" if policy.max_np is None else f"with {policy.max_np} at most"
     spares = f"; {policy.spares} besides wait for a place (--spares)" if policy.spares else ""
     found = ", ".join(f"{host.label}:{host.slots}" for host in hosts) or "none"
     lines = [
-        f"elastic job: {start} or more ranks at the beginning, {policy.min_np} or more later, {most}{spares}",
+        f"elastic job: {policy.first_np} or more ranks at the beginning, {policy.min_np} or more later, {most}{spares}",
         f"hosts: {found}" if script is None else f"hosts: {found} (what --host-discovery-script prints now)",
         f"after a failure: {policy.on_failure.words(policy)}",
     ]
@@ -104,53 +112,8 @@ def _facts_here(job: JobSpec, host: Host, slots: int) -> HostEnvironment:
     return HostEnvironment(directory, usable_cores(), interface, slots, is_alone=True)
 
 
-def _set_by_flags(job: JobSpec, by_flags: Mapping[str, str]) -> dict[str, str]:
-    variables = dict(by_flags)
-    directories = ["hvdlite-run's sitecustomize", *(["hvdlite's horovod"] if job.as_horovod else [])]
-    shown = ", ".join(f"<the directory of {each} on that host>" for each in directories)
-    return {**variables, "PYTHONPATH": f"{shown}, then its other value"}
-
-
 def _runs(job: JobSpec) -> str:
     return f"runs {shlex.join(job.command)} in {job.cwd}" if job.command else ""
-
-
-def preview(
-    slots: Sequence[Slot],
-    environment: WorkerEnvironment,
-    facts_of: Callable[[Host], HostEnvironment | None],
-    interface_of: Callable[[Host], str | None] = lambda _: None,
-    by_flags: Mapping[str, str] | None = None,
-    runs: str = "",
-) -> str:
-    """Returns one paragraph for what all ranks share, and one for each rank.
-
-    ``facts_of(host)`` returns None where only the host itself knows them. ``interface_of(host)`` returns the interface
-    that the user chose. ``by_flags`` are the variables that flags set for all workers. ``runs`` is what they
-    run, in words.
-    """
-    hosts = {slot.host for slot in slots}
-    first = slots[0].host
-    address = "127.0.0.1" if len(hosts) == 1 else f"<the address of {first.label}>"
-    places: list[tuple[str, Mapping[str, str]]] = []
-    for slot in slots:
-        own = slot_environment(slot, len(slots), master_address=address, master_port=0)
-        own["MASTER_PORT"] = f"<a free port of {first.label}>"
-        variables = _variables(
-            environment,
-            slot.host,
-            own,
-            facts_of(slot.host),
-            interface_of(slot.host),
-            slot.local_size,
-            is_alone=len(hosts) == 1,
-        )
-        place = (
-            f"rank {slot.rank} on {slot.host.label}: local rank {slot.local_rank} of {slot.local_size}, "
-            f"cross rank {slot.cross_rank} of {slot.cross_size}"
-        )
-        places.append((place, variables | dict(by_flags or {})))
-    return "\n".join(_paragraphs(places, "all ranks", runs))
 
 
 def _paragraphs(places: Sequence[tuple[str, Mapping[str, str]]], all_of_them: str, runs: str) -> list[str]:
@@ -165,24 +128,25 @@ def _paragraphs(places: Sequence[tuple[str, Mapping[str, str]]], all_of_them: st
 
 
 def _variables(
-    environment: WorkerEnvironment,
+    job: JobSpec,
     host: Host,
     own: Mapping[str, str],
     facts: HostEnvironment | None,
-    interface: str | None,
     slots: int,
+    by_flags: Mapping[str, str],
     *,
     is_alone: bool,
 ) -> dict[str, str]:
     """Returns what hvdlite-run sets for a worker; without ``facts``, with words for what only its host knows."""
-    given = environment.here if host.is_here else environment.elsewhere
-    unknown = HostEnvironment(
-        "<the host's directory for the job>", 1, interface or "<the interface towards the other hosts>", slots, is_alone
-    )
+    given = job.environment.here if host.is_here else job.environment.elsewhere
+    interface = _interface_of(job, host) or "<the interface towards the other hosts>"
+    unknown = HostEnvironment("<the host's directory for the job>", 1, interface, slots, is_alone)
     variables = variables_set(given, own, facts or unknown)
     if facts is None and "OMP_NUM_THREADS" not in given:
         variables["OMP_NUM_THREADS"] = f"<the host's cores / {slots}>"
-    return variables
+    directories = ["hvdlite-run's sitecustomize", *(["hvdlite's horovod"] if job.as_horovod else [])]
+    path = ", ".join(f"<the directory of {each} on that host>" for each in directories)
+    return {**variables, **by_flags, "PYTHONPATH": f"{path}, then its other value"}
 
 
 def _lines(variables: Mapping[str, str]) -> str:

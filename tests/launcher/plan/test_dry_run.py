@@ -2,7 +2,7 @@
 
 import pytest
 from hvdlite_launcher.cli import hvdlite_run
-from hvdlite_launcher.plan.dry_run import dry_run, preview
+from hvdlite_launcher.plan.dry_run import dry_run
 from hvdlite_launcher.plan.exported_variables import WorkerEnvironment
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.job_spec import JobSpec
@@ -23,6 +23,7 @@ all ranks
     GLOO_ENABLE_STORE_V2_API=1
     GLOO_SOCKET_IFNAME=lan0
     NCCL_SOCKET_IFNAME==lan0
+    PYTHONPATH=<the directory of hvdlite-run's sitecustomize on that host>, then its other value
 
 rank 0 on a: local rank 0 of 2, cross rank 0 of 2
     HVDLITE_RANK=0
@@ -47,7 +48,8 @@ rank 0 on a: local rank 0 of 2, cross rank 0 of 2
 
 
 def _preview(given, *hosts, facts=lambda _: HostEnvironment("/tmp/hvdlite-<job>", 8, "lan0", 2, is_alone=False)):
-    return preview(plan_slots(hosts), WorkerEnvironment(given, given), facts)
+    job = JobSpec(hosts, None, (), "/", WorkerEnvironment(given, given), 1, 1)
+    return dry_run(job, plan_slots(hosts), {}, facts)
 
 
 def test_what_only_a_host_knows_is_left_open():
@@ -68,8 +70,9 @@ def test_what_all_ranks_share_is_shown_once_and_each_rank_with_its_place_and_its
 
 
 def test_the_interface_that_the_user_wants_is_shown():
-    slots = plan_slots((Host("a"), Host("b")))
-    shown = preview(slots, WorkerEnvironment({}, {}), lambda _: None, lambda host: {"a": "eth1"}.get(host.name))
+    hosts = (Host("a"), Host("b"))
+    job = JobSpec(hosts, None, (), "/", WorkerEnvironment({}, {}), 1, 1, interfaces={"a": "eth1"})
+    shown = dry_run(job, plan_slots(hosts), {})
     assert shown.count("GLOO_SOCKET_IFNAME=eth1") == 1
 
 
