@@ -41,7 +41,6 @@ MANY_ARGUMENTS = {
     "Gradients": 10,
     "Group": 9,
     "RayExecutor": 14,
-    "Submitter": 9,
     "SyncBatchNorm": 9,
 }
 MANY_MODULES = {"hvdlite/rendezvous": 19}

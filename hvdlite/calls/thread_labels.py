@@ -4,7 +4,7 @@ Identifies the thread that calls an operation, by a label that is the same on al
     the thread's name ── without its number ── label         "Thread-3 (serve)" ── "Thread (serve)"
 
 Operations without a user's name pair up in the order of their calls. If several threads of a rank call them, that order
-is not defined. So `submission` sends with each call which thread made it, and whether other threads might have.
+is not defined. So `control.requests` sends with each call which thread made it, and whether other threads might have.
 `negotiation` refuses calls whose threads do not match.
 """
 

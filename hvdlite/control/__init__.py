@@ -8,6 +8,6 @@ on `comm.group`.
 
 Modules import only what stands before them:
 
-    executor < unchecked < callers < requests < joins < heartbeat < pace_reports < rank0_connection < voting
-        < submission < control_client < connect
+    executor < unchecked < rank0_connection < callers < voting < joins < requests < heartbeat < pace_reports
+        < control_client < connect
 """

@@ -1,19 +1,21 @@
 """
 Tracks which threads of this process call operations, and whether all of them are blocked.
 
-    called: this thread may request more ── blocked_in (ticket) ── all living callers are blocked: `report` each ticket
+    called: this thread may request more ── blocked_in (ticket) ── all living callers are blocked: `WaitsIn`, to rank 0
 
-`submission` reports the calls, `Handle.wait` the blocked threads, and `control_client` sends the tickets to rank 0. A
-rank can be part of a deadlock only if all its calling threads are blocked: a thread that still runs may request the
-operation that the other ranks wait for.
+`requests` notes the calls, and `Handle.wait` the blocked threads. A rank can be part of a deadlock only if all its
+calling threads are blocked: a thread that still runs may request the operation that the other ranks wait for.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
+
+from ..calls.messages import WaitsIn
+from .rank0_connection import Rank0Connection
 
 _OWN_PREFIX = "hvdlite"
 
@@ -21,10 +23,11 @@ _OWN_PREFIX = "hvdlite"
 class Callers:
     """Reports the operations (by ticket) that this rank is blocked in, once all its calling threads are blocked."""
 
-    def __init__(self, report: Callable[[int], None], beginners: Set[int] = frozenset()) -> None:
-        """``report`` is called with a ticket; ``beginners`` are the threads that begin collectives of an engine."""
-        self._report = report
-        self._beginners = beginners
+    def __init__(self, connection: Rank0Connection) -> None:
+        self._connection = connection
+        self._watch = connection.watch
+        # The thread that called hvd.init() has begun collectives, but need not be one that trains.
+        self._watch.beginners.clear()
         self._lock = threading.Lock()
         self._threads: set[int] = set()
         # By thread: the ticket, and when it began to wait (`time.monotonic`).
@@ -58,12 +61,12 @@ class Callers:
             return
         alive = _living_threads()
         with self._lock:
-            if not (self._threads | set(self._beginners)) & alive <= self._blocked.keys():
+            if not (self._threads | self._watch.beginners) & alive <= self._blocked.keys():
                 return
             unreported = {ticket for ticket, _ in self._blocked.values()} - self._reported
             self._reported |= unreported
         for ticket in unreported:
-            self._report(ticket)
+            self._connection.send(WaitsIn(ticket, self._watch.begun.copy()))
 
     def report_again(self) -> None:
         """Forgets what has been reported, so that the next `look` reports every blocked operation again."""
@@ -88,7 +91,7 @@ class Callers:
         alive = _living_threads()
         with self._lock:
             self._threads &= alive
-            return not (self._threads | (set(self._beginners) & alive)) <= blocked_in_engine
+            return not (self._threads | (self._watch.beginners & alive)) <= blocked_in_engine
 
 
 def _living_threads() -> set[int | None]:

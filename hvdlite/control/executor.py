@@ -1,12 +1,11 @@
 """
-`Executor`: the thread that runs operations which all ranks have agreed on, in the order that rank 0 has sent.
+`Request`: an operation that this rank has called. `Executor`: the thread that runs those that all ranks have called.
 
     rank 0's message "go" ──► Executor.put ──► queue ──► the thread runs the operation ──► its Handle has the result
 
-`control_client` puts in what rank 0's messages say. `joins` puts in the operations in which this rank, having joined
-(Horovod's `join`), takes part with zeros, and `submission` the votes by which ranks agree through shared memory. While
-the thread is blocked in an operation because another rank is late, the thread of `rank0_connection` goes on receiving
-messages.
+`requests` puts in what rank 0 answers, and the votes by which ranks agree through shared memory. `joins` puts in the
+operations in which this rank, having joined (Horovod's `join`), takes part with zeros. While the thread is blocked in
+an operation because another rank is late, the thread of `rank0_connection` goes on receiving messages.
 """
 
 from __future__ import annotations
@@ -18,32 +17,43 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 from ..calls.handle import Handle
 from ..calls.operation import Execution, Run
+from ..comm.group import Group
 from ..comm.recorder import OPERATIONS, Recorder
+
+Name = tuple[int, str, str]  # the process set's id, the kind's name, the user's name
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
-    """An operation that all ranks have agreed to run."""
+class Request:
+    """An operation that this rank takes part in; ``group`` is the one that it runs on.
+
+    ``name`` is its key among the names in use, None without a name.
+    """
 
     handle: Handle
     run: Run
-    execution: Execution
+    group: Group
+    name: Name | None = None
     since_ns: int = field(default_factory=time.monotonic_ns)
 
-    def carry_out(self, recorder: Recorder, note_end: Callable[[], None] = lambda: None) -> None:
+    def carry_out(
+        self, owns: list[Any], divisor: int, recorder: Recorder, note_end: Callable[[], None] = lambda: None
+    ) -> None:
         """Runs the operation on the current thread; its result or error becomes the handle's.
 
-        ``note_end`` is called when it has ended, before threads that wait for the handle continue.
+        ``owns`` and ``divisor`` are those of `Execution`. ``note_end`` is called when it has ended, before threads that
+        wait for the handle continue.
         """
-        execution = self.execution
+        group, what = self.group, self.handle.what
         if recorder.is_on:
-            recorder.note_waiting(execution.what, self.since_ns, time.monotonic_ns())
+            recorder.note_waiting(what, self.since_ns, time.monotonic_ns())
         try:
-            with recorder.span(OPERATIONS, execution.what) if recorder.is_on else nullcontext():
-                result = execution.group.ends.run(execution.group.label, partial(self.run, execution))
+            with recorder.span(OPERATIONS, what) if recorder.is_on else nullcontext():
+                result = group.ends.run(group.label, partial(self.run, Execution(group, what, owns, divisor)))
         except BaseException as error:  # noqa: BLE001 - raised by threads that wait for the handle
             note_end()
             self.handle.fail(error)
@@ -57,8 +67,8 @@ class Executor:
     """Runs what is put in, in this order, on its own thread."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._queue: SimpleQueue[Agreed | Callable[[], None] | None] = SimpleQueue()
+        self.recorder = recorder
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         # The running operation, and when it began (`time.monotonic`).
         self.current: tuple[str, float] | None = None
         # How many operations have been put in, and how many have ended.
@@ -80,23 +90,24 @@ class Executor:
         """Whether all operations that were put in have ended."""
         return self.begun == self.ended
 
-    def put(self, operation: Agreed) -> None:
-        """Runs the operation after everything that was put in before."""
+    def put(self, request: Request, owns: list[Any], divisor: int) -> None:
+        """Runs the operation after everything that was put in before; arguments as in `Request.carry_out`."""
         self.begun += 1
-        self._queue.put(operation)
+        self._queue.put(partial(self.carry_out, request, owns, divisor))
 
     def put_call(self, call: Callable[[], None]) -> None:
         """Calls a quick function after everything that was put in before; it is not counted as an operation."""
         self._queue.put(call)
 
-    def carry_out(self, operation: Agreed) -> None:
+    def carry_out(self, request: Request, owns: list[Any], divisor: int) -> None:
         """Runs an operation at once, on the executor's own thread: a function from `put_call` may end with this."""
+        what = request.handle.what
         if self._refusal is not None:
             self._note_end()
-            operation.handle.fail(self._refusal(operation.handle.what))
+            request.handle.fail(self._refusal(what))
         else:
-            self.current = (operation.execution.what, time.monotonic())
-            operation.carry_out(self._recorder, self._note_end)
+            self.current = (what, time.monotonic())
+            request.carry_out(owns, divisor, self.recorder, self._note_end)
 
     def finish(self) -> None:
         """Ends the thread once everything that was put in is done."""
@@ -107,22 +118,15 @@ class Executor:
         self._refusal = refusal
         self._queue.put(None)
 
-    def ended_within(self, timeout_s: float) -> bool:
-        """Waits at most this time for the thread's end, except on the thread itself; returns whether it has ended."""
-        if threading.current_thread() is not self._thread:
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Waits at most this time for the thread's end, if it was started and is not the calling one."""
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while True:
+        while (item := self._queue.get()) is not None:
+            item()
             # No reference is kept until the next item, since it would keep the caller's tensors alive.
-            item = self._queue.get()
-            if item is None:
-                return
-            if isinstance(item, Agreed):
-                self.carry_out(item)
-            else:
-                item()
             del item
 
     def _note_end(self) -> None:

@@ -17,19 +17,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ..calls.mailbox import Mailbox
-from ..calls.messages import Busy, FromRank0, StillWaiting, ToRank0, WaitingThread, Welcome
-from ..comm.group import Group
-from ..comm.work import CollectiveWatch
+from ..calls.messages import Busy, StillWaiting, WaitingThread, Welcome
 from ..coordinator.stall import CAUSES_OF_SILENCE, JOIN, BlockedThread, StallRules
 from ..log import log
 from .callers import Callers
 from .executor import Executor
 from .joins import Joins
+from .rank0_connection import LOOK_S, Rank0Connection
 from .requests import Requests
-
-LOOK_S = 0.5
-"""Interval between calls of `look`; threads blocked for less than that are not reported."""
 
 _MOST_TOLD = 16
 
@@ -133,19 +128,17 @@ class WaitReports:
 
     def __init__(
         self,
-        mailbox: Mailbox[ToRank0, FromRank0],
-        group: Group,
-        watch: CollectiveWatch,
+        connection: Rank0Connection,
         executor: Executor,
         callers: Callers,
         requests: Requests,
         joins: Joins,
         welcome: Welcome,
     ) -> None:
-        """``mailbox`` leads to rank 0, whose ``welcome`` has been read; ``group`` has all ranks."""
-        self._mailbox = mailbox
-        self._group = group
-        self._watch = watch
+        """``connection`` leads to rank 0, whose ``welcome`` has been read."""
+        self._connection = connection
+        self._group = connection.group
+        self._watch = connection.watch
         self._executor = executor
         self._callers = callers
         self._requests = requests
@@ -182,7 +175,7 @@ class WaitReports:
             begun=self._watch.begun.copy(),
             size=self._group.size,
         )
-        self._mailbox.send_all(messages)
+        self._connection.send(*messages)
         silence = self._heartbeat.silence(now_s)
         if silence is not None:
             self._tell_silence(silence, blocked)

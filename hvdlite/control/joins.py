@@ -18,11 +18,11 @@ from typing import Any
 
 from ..calls.controller import SitOut, StandIn
 from ..calls.handle import Handle
-from ..calls.messages import LivingOptimizers
-from ..calls.operation import Execution, Kind
+from ..calls.messages import GoAsStandIn, LivingOptimizers
+from ..calls.operation import Execution, kind_named
 from ..calls.reducer_registry import ReducerRegistry, SitsOut, unpin
 from ..comm.group import Group
-from .executor import Agreed, Executor
+from .executor import Executor, Request
 
 _Pinned = dict[int, dict[int, SitsOut]]  # by process set and number
 
@@ -80,8 +80,8 @@ class Joins:
             for each in groups
         )
 
-    def stand_in(self, execution: Execution, kind: Kind, same: Mapping[str, Any]) -> None:
-        """Takes part, with nothing to give, in an operation that the other ranks have requested.
+    def stand_in(self, message: GoAsStandIn, group: Group) -> None:
+        """Takes part, with nothing to give, in an operation that the other ranks have requested; it runs on ``group``.
 
         Does nothing if the join has failed since: rank 0 may still write to a rank that has been revoked.
         """
@@ -92,9 +92,9 @@ class Joins:
 
         def run(execution: Execution) -> Any:
             # Made on the executor, so that an error in it becomes the operation's.
-            return stand_in(kind, same)(execution)
+            return stand_in(kind_named(message.kind), message.same)(execution)
 
-        self._executor.put(Agreed(Handle(execution.what), run, execution))
+        self._executor.put(Request(Handle(message.what), run, group), message.owns, message.divisor)
 
     def sit_out(self, set_id: int, numbers: Sequence[int]) -> None:
         """Begins to take part in the steps of these optimizers, which are alive on all ranks of the set.
@@ -117,17 +117,14 @@ class Joins:
         self._pinned[set_id] = pinned
         return tuple(pinned)
 
-    def end(self) -> Handle | None:
-        """Ends the join of all ranks; returns its handle here, which the caller must finish; None if it has failed.
-
-        Rank 0 may still answer a rank that has been revoked.
-        """
+    def end(self, finish: Callable[[Handle], None]) -> None:
+        """Ends the join of all ranks, and finishes its handle here. Does nothing if it has failed, as `stand_in`."""
         with self._lock:
             joining, self._joining = self._joining, None
-        if joining is None:
-            return None
-        self.unpin(joining)
-        return joining.handle
+        if joining is not None:
+            self.unpin(joining)
+            # On the executor, so after the operations in which this rank is a stand-in.
+            self._executor.put_call(partial(finish, joining.handle))
 
     def unpin(self, joining: _Joining | None = None) -> None:
         """Unpins on the executor, since that may close groups, and before the join's handle is finished."""

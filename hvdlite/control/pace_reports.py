@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from types import CodeType, FrameType
 
@@ -21,7 +20,8 @@ from torch import nn
 from ..calls.call_sites import FramesOfThreads
 from ..calls.messages import PaceReading
 from ..calls.stragglers import RankPace
-from ..comm.step_clock import Phase, StepClock
+from ..comm.step_clock import Phase
+from .rank0_connection import Rank0Connection
 
 # The average interval between looks at the program.
 _LOOK_S = 0.025
@@ -36,11 +36,10 @@ _CALL: CodeType = nn.Module._call_impl.__code__
 class PaceReports:
     """A thread that looks at the program and sends the clock's readings, from `start` to `close`."""
 
-    def __init__(self, clock: StepClock, size: int, send: Callable[[PaceReading], None]) -> None:
-        """``send`` sends a message to rank 0, and does not block. ``size`` is the number of ranks."""
-        self._clock = clock
-        self._interval_s = max(_READING_S, size / _READINGS_PER_S)
-        self._send = send
+    def __init__(self, connection: Rank0Connection) -> None:
+        self._connection = connection
+        self._clock = connection.watch.clock
+        self._interval_s = max(_READING_S, connection.group.size / _READINGS_PER_S)
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hvdlite-pace", daemon=True)
         self.paces: tuple[RankPace, ...] = ()
@@ -79,7 +78,9 @@ class PaceReports:
             del frame, frames
         while clock.readings:
             reading = clock.readings.popleft()
-            self._send(PaceReading(replace(reading, seconds=tuple(round(each, 7) for each in reading.seconds))))
+            self._connection.send(
+                PaceReading(replace(reading, seconds=tuple(round(each, 7) for each in reading.seconds)))
+            )
 
 
 def is_in_model(frame: FrameType | None) -> bool:

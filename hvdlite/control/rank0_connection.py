@@ -1,12 +1,11 @@
 """
 A rank's connection to rank 0: sends messages from any thread, receives on one, and keeps the reason of its end.
 
-    say ── mailbox ──► coordinator ──► mailbox ── listening thread ── take (each message), look (about twice a second)
-                                                      └─ at the end: all requests fail, the executor ends
+    say ── mailbox ──► coordinator ──► mailbox ── listening thread ── Listener: take (each message), look, ended
 
-`control_client` and `submission` use it; the messages are listed in `coordinator`. The listening thread runs no
-operations and waits for no other thread. So it receives the ends of other ranks, and reports this one's waits, even
-while an operation hangs.
+Everything in this package that says something to rank 0 holds the connection; `control_client` is the `Listener`. The
+listening thread runs no operations and waits for no other thread. So it receives the ends of other ranks, and reports
+this one's waits, even while an operation hangs.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
-from ..calls.frames import FrameError
-from ..calls.mailbox import Mailbox
+from ..calls.mailbox import FrameError, Mailbox
 from ..calls.messages import (
     FailedOnRank,
     FromRank0,
@@ -37,8 +36,9 @@ from ..calls.messages import (
 from ..comm.group import Group
 from ..comm.work import CollectiveWatch
 from ..errors import LOOK_THERE, UNKNOWN_END, CommunicationError, PeerLostError, describe_end
-from .executor import Executor
-from .heartbeat import LOOK_S, WaitReports
+
+LOOK_S = 0.5
+"""Interval between calls of `Listener.look`."""
 
 # Most time for sending the remaining messages on close.
 _PARTING_S = 1.0
@@ -60,38 +60,39 @@ class _Rank0EndedError(Exception):
         self.reason = reason
 
 
+class Listener(Protocol):
+    """What the listening thread calls."""
+
+    def heard(self) -> None:
+        """Something has arrived from rank 0."""
+        ...
+
+    def take(self, message: FromRank0) -> None:
+        """Acts on a message, which is not about the end of a rank."""
+        ...
+
+    def look(self, now_s: float) -> None:
+        """Called every `LOOK_S`."""
+        ...
+
+    def ended(self, *, is_closing: bool) -> None:
+        """Nothing more will arrive; ``is_closing`` is whether this rank has closed the connection itself."""
+        ...
+
+
 class Rank0Connection:
     """Sends to rank 0 and listens to it, until this rank closes or rank 0 ends."""
 
-    def __init__(
-        self,
-        mailbox: Mailbox[ToRank0, FromRank0],
-        group: Group,
-        watch: CollectiveWatch,
-        executor: Executor,
-        reports: WaitReports,
-        lock: threading.Lock,
-        *,
-        take: Callable[[FromRank0], None],
-        fail_all: Callable[[], None],
-    ) -> None:
-        """``mailbox`` leads to the coordinator; ``group`` has all ranks; ``lock`` guards setting `end_reason`.
-
-        The thread passes each message to ``take``, except those about ends. ``fail_all`` fails all requests; it is
-        called on any thread, once rank 0 can answer nothing.
-        """
+    def __init__(self, mailbox: Mailbox[ToRank0, FromRank0], group: Group, watch: CollectiveWatch) -> None:
+        """``mailbox`` leads to the coordinator; ``group`` has all ranks."""
         self._mailbox = mailbox
-        self._group = group
-        self._watch = watch
-        self._executor = executor
-        self._lock = lock
-        self._reports = reports
-        self._take = take
-        self._fail_all = fail_all
-        # Why no request is possible any more; None while the connection is usable.
+        self.group = group
+        self.watch = watch
+        self.lock = threading.Lock()
+        """Guards the requests, the way in which each is sent, the join, and setting `end_reason`."""
+        # Why no request is possible any more; None while requests can be sent.
         self.end_reason: EndReason | None = None
         self._is_closing = False
-        self._early: list[FromRank0] = []
         # Whether rank 0 has lost another rank: then rank 0's own end is not the first.
         self._rank_0_follows = False
         self._has_said_lost = False
@@ -99,36 +100,27 @@ class Rank0Connection:
         self._wake.setblocking(False)
         self._woken.setblocking(False)
         mailbox.wake = self._wake_up
-        self._thread = threading.Thread(target=self._run, name="hvdlite-listener", daemon=True)
+        self._thread: threading.Thread | None = None
 
-    def start(self, early: Iterable[FromRank0]) -> None:
-        """Starts the threads; ``early`` are the messages that rank 0 sent right after its welcome."""
+    def start(self, early: Iterable[FromRank0], listener: Listener) -> None:
+        """Starts the thread; ``early`` are the messages that rank 0 sent right after its welcome."""
         self._mailbox.send(Here(os.getpid()))
-        self._executor.start()
-        self._early = list(early)
+        self._thread = threading.Thread(
+            target=self._run, args=(list(early), listener), name="hvdlite-listener", daemon=True
+        )
         self._thread.start()
 
     # -- on any thread
-
-    @property
-    def is_open(self) -> bool:
-        """Whether requests can be sent."""
-        return self.end_reason is None
 
     def send(self, *messages: ToRank0) -> None:
         """Sends messages if the connection still exists; raises a ValueError if one is too long."""
         self._mailbox.send_all(messages)
 
-    def say(self, message: ToRank0) -> None:
-        """Sends a message; fails all requests if the connection has ended, since there will be no answer."""
+    def say(self, message: ToRank0) -> bool:
+        """Sends a message; returns whether an answer may arrive: not if the connection has ended meanwhile."""
         if self.end_reason is None:
             self._mailbox.send(message)
-        self.fail_if_ended()
-
-    def fail_if_ended(self) -> None:
-        """Fails requests added after the end: the listening thread fails only those that it finds."""
-        if self.end_reason is not None:
-            self._fail_all()
+        return self.end_reason is None
 
     def error_of_end(self, what: str) -> CommunicationError:
         """The error of an operation that will have no answer."""
@@ -138,10 +130,9 @@ class Rank0Connection:
         return PeerLostError(f"{words}: {LOOK_THERE}") if reason.is_peer_loss else CommunicationError(words)
 
     def revoke(self, reason: str) -> None:
-        """Fails all requests, now and later, with ``reason``; the connection stays open until `close`."""
-        with self._lock:
+        """Makes ``reason`` that of the end, unless there is one; the connection stays open until `close`."""
+        with self.lock:
             self.end_reason = self.end_reason or EndReason(reason, is_peer_loss=True)
-        self._fail_all()
 
     @property
     def has_lost_rank(self) -> bool:
@@ -150,7 +141,7 @@ class Rank0Connection:
 
     def close(self) -> None:
         """Sends `Leaving` to rank 0, unless a rank was lost, and waits for the listening thread's end."""
-        with self._lock:
+        with self.lock:
             self.end_reason = self.end_reason or EndReason("hvd.shutdown() was called")
         if self.has_lost_rank:
             # Ranks that have not heard of the loss yet, and wait for this one, then get a PeerLostError. After a
@@ -160,14 +151,10 @@ class Rank0Connection:
             self._mailbox.send(Leaving())
         self._is_closing = True
         self._wake_up()
-        if self._thread.ident is None:
-            # The thread, which would close them, was never started.
+        if self._thread is None:
             self._close_sockets()
-            return
-        if threading.current_thread() is not self._thread:
+        elif threading.current_thread() is not self._thread:
             self._thread.join()
-        # Not for long: it may be in an operation that another rank has abandoned.
-        self._executor.ended_within(LOOK_S)
 
     def _wake_up(self) -> None:
         # A full buffer wakes the thread as well; a closed socket means that it has ended.
@@ -180,37 +167,32 @@ class Rank0Connection:
 
     # -- the thread
 
-    def _run(self) -> None:
-        self._watch.listening_thread, self._watch.say_lost = threading.get_ident(), self._say_lost
-        self._watch.ends.say_failed = self._say_failed
+    def _run(self, early: Iterable[FromRank0], listener: Listener) -> None:
+        self.watch.listening_thread, self.watch.say_lost = threading.get_ident(), self._say_lost
+        self.watch.ends.say_failed = self._say_failed
         reason, ended_normally = None, False
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._woken, selectors.EVENT_READ)
                 selector.register(self._mailbox, selectors.EVENT_READ)
-                for message in self._early:
-                    self._hear_message(message)
-                self._listen(selector)
+                for message in early:
+                    self._hear(message, listener)
+                self._listen(selector, listener)
                 self._part(selector)
         except _Rank0EndedError as over:
             reason, ended_normally = over.reason, True
         except FrameError as error:
-            reason = EndReason(f"{self._group.describe_rank(0)} sent invalid data: {error}")
+            reason = EndReason(f"{self.group.describe_rank(0)} sent invalid data: {error}")
         except (EOFError, OSError):
             pass
         finally:
-            self._hear_of_rank_0(ended_normally=ended_normally)
-            with self._lock:
+            self._note_end_of_rank_0(ended_normally=ended_normally)
+            with self.lock:
                 self.end_reason = self.end_reason or reason or self._reason_of_first_end()
-            self._fail_all()
-            if self._is_closing:
-                self._executor.give_up(self.error_of_end)
-            else:
-                # The other ranks also run what has been agreed on.
-                self._executor.finish()
+            listener.ended(is_closing=self._is_closing)
             self._close_sockets()
 
-    def _listen(self, selector: selectors.BaseSelector) -> None:
+    def _listen(self, selector: selectors.BaseSelector, listener: Listener) -> None:
         """Serves the connection until this rank closes; raises an EOFError or a `_Rank0EndedError` when rank 0 ends."""
         looks_at_s = time.monotonic() + LOOK_S
         is_flushing = False
@@ -220,9 +202,11 @@ class Rank0Connection:
                 if key.fileobj is self._woken:
                     with contextlib.suppress(BlockingIOError):
                         self._woken.recv(4096)
-                    continue
-                if events & selectors.EVENT_READ:
-                    self._hear()
+                elif events & selectors.EVENT_READ:
+                    messages = self._mailbox.receive()
+                    listener.heard()
+                    for message in messages:
+                        self._hear(message, listener)
             if is_flushing or self._mailbox.has_outgoing:
                 self._mailbox.flush()
                 if is_flushing != self._mailbox.has_outgoing:
@@ -231,7 +215,7 @@ class Rank0Connection:
                     selector.modify(self._mailbox, events)
             if (now_s := time.monotonic()) >= looks_at_s:
                 looks_at_s = now_s + LOOK_S
-                self._reports.look(now_s)
+                listener.look(now_s)
 
     def _part(self, selector: selectors.BaseSelector) -> None:
         """Sends the remaining messages, for `_PARTING_S` at most if rank 0 does not read them."""
@@ -244,24 +228,18 @@ class Rank0Connection:
             self._mailbox.flush()
         self._mailbox.hang_up()
 
-    def _hear(self) -> None:
-        messages = self._mailbox.receive()
-        self._reports.heard()
-        for message in messages:
-            self._hear_message(message)
-
-    def _hear_message(self, message: FromRank0) -> None:
+    def _hear(self, message: FromRank0, listener: Listener) -> None:
         match message:
             case RankLeft(rank, ended_normally):
-                self._watch.record_first_end(rank, ended_normally)
+                self.watch.record_first_end(rank, ended_normally)
             case FailedOnRank(rank, label, number, words):
-                self._watch.ends.record_failure(rank, label, number, words)
+                self.watch.ends.record_failure(rank, label, number, words)
             case Over(words, is_peer_loss):
                 raise _Rank0EndedError(EndReason(words, is_peer_loss))
             case Rank0HasLostRank():
                 self._rank_0_follows = True
             case _:
-                self._take(message)
+                listener.take(message)
 
     # -- which rank ended first
 
@@ -275,18 +253,17 @@ class Rank0Connection:
         """Reports that an operation has failed here, for ranks that wait in it for this one."""
         self._mailbox.send(HasFailed(label, number, words))
 
-    def _hear_of_rank_0(self, *, ended_normally: bool) -> None:
-        """Records the end of the connection to rank 0."""
-        if self._group.rank == 0 or self._is_closing:
+    def _note_end_of_rank_0(self, *, ended_normally: bool) -> None:
+        if self.group.rank == 0 or self._is_closing:
             return
         if self._rank_0_follows:
-            self._watch.record_unknown_end()
+            self.watch.record_unknown_end()
         else:
-            self._watch.record_first_end(0, ended_normally)
+            self.watch.record_first_end(0, ended_normally)
 
     def _reason_of_first_end(self) -> EndReason:
-        first = self._watch.known_end
+        first = self.watch.known_end
         if first is None and self._rank_0_follows:
             return EndReason(UNKNOWN_END, is_peer_loss=True)
         rank, ended_normally = first or (0, False)
-        return EndReason(describe_end(self._group.describe_rank(rank), ended_normally), is_peer_loss=not ended_normally)
+        return EndReason(describe_end(self.group.describe_rank(rank), ended_normally), is_peer_loss=not ended_normally)

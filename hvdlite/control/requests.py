@@ -1,47 +1,57 @@
 """
-The table of operations that this rank has requested and rank 0 has not answered, and of the names that these use.
+`Requests`: the operations that this rank has requested and rank 0 has not answered, and how each is requested.
 
-    add (by the calling thread) ── ticket ── take: rank 0 has answered, or all ranks have voted for it
-                                         └── fail_all: the connection to rank 0 has ended
+    submit ── may it be voted on? ── the executor votes ── go: run there, at once
+                   └─ no ──────────────── no go ────────── a message ── begin, refuse: rank 0 has answered
+                                                                     └─ fail_all: the connection to rank 0 has ended
 
-`submission` adds requests; `control_client` takes them. A ticket is the number of the operation's handle; rank 0's
-answers carry it.
+`control_client` calls it. `voting` explains how a vote is decided, and why both ways lead to one order of operations. A
+ticket is the number of the operation's handle; rank 0's answers carry it.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
 
 from ..calls.handle import Handle
-from ..calls.messages import MissingRanks
-from ..calls.operation import Operation, Run
+from ..calls.messages import CloseRound, MissingRanks, OperationRequest, ToRank0
+from ..calls.operation import Operation
+from ..calls.thread_labels import ThreadLabels
 from ..comm.group import Group
-from ..errors import list_names
-
-Name = tuple[int, str, str]  # the process set's id, the kind's name, the user's name
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A requested operation, with what is needed to run it."""
-
-    handle: Handle
-    run: Run
-    group: Group
-    name: Name | None
-    since_ns: int = field(default_factory=time.monotonic_ns)
+from ..coordinator.pending import RankRequest
+from ..errors import CommunicationError, list_names
+from ..shm.board import Board
+from .callers import Callers
+from .executor import Executor, Name, Request
+from .joins import Joins
+from .rank0_connection import Rank0Connection
+from .voting import MOST_BYTES, Voter
 
 
 class Requests:
-    """The table of requests, by ticket; `add`, `take` and `take_answered` must be called under its lock."""
+    """Requests operations in the order in which the threads of this rank call them."""
 
-    def __init__(self, lock: threading.Lock, describe_rank: Callable[[int], str]) -> None:
-        """``describe_rank`` gives the description of a global rank for messages."""
-        self._lock = lock
-        self._describe_rank = describe_rank
+    def __init__(
+        self,
+        connection: Rank0Connection,
+        executor: Executor,
+        callers: Callers,
+        joins: Joins,
+        operation_groups: Mapping[int, Group],
+    ) -> None:
+        """``operation_groups`` is the live table of the groups that run operations, by process set."""
+        self._connection = connection
+        self._executor = executor
+        self._callers = callers
+        self._joins = joins
+        self._operation_groups = operation_groups
+        # Guards the tables, and the choice of how a call is requested.
+        self._lock = connection.lock
+        self._labels = ThreadLabels()
+        # None unless all ranks share memory.
+        self._voter: Voter | None = None
         self._by_ticket: dict[int, Request] = {}
         self._names: set[Name] = set()
         self._failed: set[int] = set()  # the tickets of those that failed with no answer
@@ -49,17 +59,63 @@ class Requests:
         self._missing: dict[int, str] = {}
         # The request that is being voted on: it may have its go on the board although the connection to rank 0 has
         # ended.
-        self.voted_ticket: int | None = None
+        self._voted_ticket: int | None = None
 
     def __len__(self) -> int:
         return len(self._by_ticket)
 
-    def __contains__(self, ticket: int) -> bool:
-        return ticket in self._by_ticket
+    def open_board(self, board: Board, decide_round: Callable[[int, RankRequest], None] | None) -> None:
+        """Begins to use votes on this board, for calls that all ranks make at the same time.
 
-    def add(self, handle: Handle, group: Group, operation: Operation) -> None:
-        """Adds a request; raises a ValueError if its name is in use."""
-        name = None if operation.name is None else (group.set_id, operation.kind.name, operation.name)
+        ``decide_round`` exists on rank 0 only.
+        """
+        self._voter = Voter(
+            board,
+            self._lock,
+            close_round=lambda number: self._connection.send(CloseRound(number)),
+            decide_round=decide_round,
+            is_over=lambda: self._connection.end_reason is not None,
+        )
+
+    # -- on the calling thread
+
+    def submit(self, group: Group, operation: Operation) -> Handle:
+        handle = Handle(operation.describe())
+        if group.size == 1:
+            Request(handle, operation.run, group).carry_out([operation.own], 1, self._executor.recorder)
+            return handle
+        ticket, kind, name = int(handle), operation.kind.name, operation.name
+        caller = None
+        if name is None or not operation.has_users_name:
+            caller = self._labels.of_call((group.set_id, kind, name))
+        members = None if group.set_id == 0 else tuple(group.ranks)
+        same = operation.same
+        ask = OperationRequest(ticket, group.set_id, kind, name, handle.what, members, same, operation.own, caller)
+        with self._lock:
+            self._add(handle, group.set_id, operation)
+            handle.while_waiting = partial(self._callers.blocked_in, ticket)
+            handle.timed = self._connection.watch.clock.waiting
+            handle.waits_for = partial(self._waits_for, ticket)
+            self._callers.called()
+            call = self._begin_vote(ask)
+            if call is not None:
+                self._voted_ticket = ticket
+                self._executor.put_call(partial(self._vote, operation, group, ask, call))
+            is_taken_care_of = call is not None or self._is_held(partial(self._ask_held, ask))
+        if not is_taken_care_of:
+            self._ask(ask)
+        return handle
+
+    def say_in_order(self, message: ToRank0) -> None:
+        """Sends a message that requests no operation, after everything that was submitted before."""
+        with self._lock:
+            is_held = self._is_held(partial(self._connection.send, message))
+        if not is_held and not self._connection.say(message):
+            self.fail_all()
+
+    def _add(self, handle: Handle, set_id: int, operation: Operation) -> None:
+        """Adds a request, under the lock; raises a ValueError if its name is in use."""
+        name = None if operation.name is None else (set_id, operation.kind.name, operation.name)
         if name in self._names:
             # Horovod's words.
             raise ValueError(
@@ -69,48 +125,128 @@ class Requests:
             )
         if name is not None:
             self._names.add(name)
-        self._by_ticket[int(handle)] = Request(handle, operation.run, group, name)
+        self._by_ticket[int(handle)] = Request(handle, operation.run, self._operation_groups[set_id], name)
 
-    def take_answered(self, ticket: int) -> Request | None:
-        """`take` for an answer of rank 0; returns None if the request has failed before.
+    def _is_held(self, say: Callable[[], None]) -> bool:
+        return self._voter is not None and self._voter.hold(say)
+
+    def _begin_vote(self, ask: OperationRequest) -> bytes | None:
+        """Begins a vote, and returns what is voted on; None if more than the call just noted is in progress."""
+        voter = self._voter
+        if not (
+            voter is not None
+            and ask.set_id == 0
+            and not voter.is_voting
+            and len(self._by_ticket) == 1
+            and not self._joins.is_joining
+            and self._executor.is_idle
+            and self._connection.end_reason is None
+        ):
+            return None
+        # All values are of JSON's types, which `repr` distinguishes as JSON does, in half the time.
+        thread = ask.caller and ask.caller.name
+        call = repr((ask.set_id, ask.kind, ask.name, ask.what, ask.same, ask.own, thread)).encode()
+        return call if len(call) <= MOST_BYTES and voter.begin() else None
+
+    def _ask(self, ask: OperationRequest) -> None:
+        """Requests an operation by a message. What was added after the connection's end, only this fails."""
+        try:
+            is_open = self._connection.say(ask)
+        except ValueError as error:
+            with self._lock:
+                self._fail_unsent(ask, error)
+        else:
+            if not is_open:
+                self.fail_all()
+
+    def _ask_held(self, ask: OperationRequest) -> None:
+        """Sends a request that was held during a vote, under the lock; `_vote` fails it if the connection has ended."""
+        try:
+            self._connection.send(ask)
+        except ValueError as error:
+            self._fail_unsent(ask, error)
+
+    def _fail_unsent(self, ask: OperationRequest, error: ValueError) -> None:
+        if ask.ticket in self._by_ticket:
+            words = f"{ask.what} cannot be sent to rank 0: {error}"
+            self._take(ask.ticket).handle.fail(CommunicationError(words))
+
+    # -- on the executor's thread
+
+    def _vote(self, operation: Operation, group: Group, ask: OperationRequest, call: bytes) -> None:
+        """Votes; runs the operation if all ranks vote for it now, else requests it by a message."""
+        assert self._voter is not None, "a vote has begun"
+        noted = RankRequest(ask.ticket, ask.set_id, operation.kind, ask.name, ask.what, group.ranks, {}, None)
+        is_go = self._voter.vote(call, noted)
+        with self._lock:
+            self._voted_ticket = None
+            request = self._take(ask.ticket) if is_go else None
+            self._executor.begun += is_go
+        if not is_go:
+            self._ask(ask)
+        if self._voter.say_held() or request is None:
+            # Rank 0 ignored reports of threads blocked in requests that it receives only now.
+            self._callers.report_again()
+            if self._connection.end_reason is not None:
+                self.fail_all()
+        if request is not None:
+            self._executor.carry_out(request, [operation.own] * group.size, group.size)
+
+    # -- on the listening thread
+
+    def begin(self, ticket: int, owns: list[Any], divisor: int) -> None:
+        """Runs an operation that all ranks have requested."""
+        # Under one lock, so that no thread sees the operation neither in the requests nor in the queue.
+        with self._lock:
+            request = self._take_answered(ticket)
+            if request is not None:
+                self._executor.put(request, owns, divisor)
+
+    def refuse(self, ticket: int, error: BaseException) -> None:
+        """Fails a request that rank 0 has refused."""
+        with self._lock:
+            request = self._take_answered(ticket)
+        if request is not None:
+            request.handle.fail(error)
+
+    def note_missing(self, missing: Iterable[MissingRanks]) -> None:
+        """Replaces what is known of ranks that have not requested an operation."""
+        describe_rank = self._connection.group.describe_rank
+        self._missing = {
+            each.ticket: list_names([describe_rank(rank) for rank in each.ranks], each.count) for each in missing
+        }
+
+    def _take_answered(self, ticket: int) -> Request | None:
+        """`_take` for an answer of rank 0; returns None if the request has failed before.
 
         Rank 0 may still answer requests of a rank that has been revoked.
         """
-        return None if ticket in self._failed else self.take(ticket)
+        return None if ticket in self._failed else self._take(ticket)
 
-    def take(self, ticket: int) -> Request:
-        """Removes and returns a request; its name may be used again."""
+    def _take(self, ticket: int) -> Request:
+        """Removes and returns a request, under the lock; its name may be used again."""
         request = self._by_ticket.pop(ticket)
         if request.name is not None:
             self._names.discard(request.name)
         return request
 
-    def fail(self, ticket: int, error: BaseException) -> None:
-        """Fails a request that rank 0 has refused."""
-        with self._lock:
-            request = self.take_answered(ticket)
-        if request is not None:
-            request.handle.fail(error)
+    # -- on any thread
 
-    def fail_all(self, error_of: Callable[[str], BaseException]) -> None:
-        """Fails all requests with ``error_of(what)``, since no answer will arrive; except for the one that is voted on.
+    def fail_all(self) -> None:
+        """Fails the join and all requests, since no answer will arrive; except for the one that is voted on.
 
         The executor fails that one, if the vote has not led to a go.
         """
+        error_of = self._connection.error_of_end
+        self._joins.fail(error_of)
         with self._lock:
-            tickets = [ticket for ticket in self._by_ticket if ticket != self.voted_ticket]
-            failed = [self.take(ticket) for ticket in tickets]
+            tickets = [ticket for ticket in self._by_ticket if ticket != self._voted_ticket]
+            failed = [self._take(ticket) for ticket in tickets]
             self._failed.update(tickets)
         for request in failed:
             request.handle.fail(error_of(request.handle.what))
 
-    def note_missing(self, missing: Iterable[MissingRanks]) -> None:
-        """Replaces what is known of ranks that have not requested an operation."""
-        self._missing = {
-            each.ticket: list_names([self._describe_rank(rank) for rank in each.ranks], each.count) for each in missing
-        }
-
-    def waits_for(self, ticket: int) -> str:
+    def _waits_for(self, ticket: int) -> str:
         """The ranks that have not requested it, in words; empty if unknown, or if all have. Takes no lock."""
         return self._missing.get(ticket, "") if ticket in self._by_ticket else ""
 

@@ -5,7 +5,7 @@ Agrees on a call by a vote in shared memory, if all ranks are on one host: faste
                    └─ no ────────────── closed, or votes differ ──────────────────────────── requested by a message
 
 A vote is a shortcut to the result of a request and its go. A call that it does not settle is requested by a message, as
-if there were no vote. All errors, joins, stalls and ends are handled by messages. `submission` uses the `Voter`; the
+if there were no vote. All errors, joins, stalls and ends are handled by messages. `requests` uses the `Voter`; the
 memory is `shm.board`.
 
 **When a rank votes.** A rank votes if it has nothing else in progress: no unanswered request, no operation to run, no

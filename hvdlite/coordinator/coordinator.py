@@ -21,8 +21,7 @@ from functools import partial
 
 from hvdlite_wire.errors import MessageError
 
-from ..calls.frames import FrameError
-from ..calls.mailbox import DOWN, UP, Mailbox
+from ..calls.mailbox import DOWN, UP, FrameError, Mailbox
 from ..calls.messages import CloseRound, FromRank0, Over, PaceReading, Paces, StillWaiting, ToRank0, Welcome
 from ..calls.stragglers import StragglerWatch
 from ..comm.step_clock import Reading

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,7 +212,8 @@ def test_no_garbage_is_collected_while_the_frames_of_other_threads_are_followed(
     else:
         clock = StepClock()
         clock.phase, clock.thread = Phase.LOAD, ident
-        walk(PaceReports(clock, 1, send=lambda _: None))
+        watch, group = SimpleNamespace(clock=clock), SimpleNamespace(size=1)
+        walk(PaceReports(SimpleNamespace(watch=watch, group=group, send=lambda _: None)))
     assert seen
     assert not any(seen)
     assert gc.isenabled()

@@ -22,9 +22,8 @@ from hvdlite_wire.errors import MessageError
 from worlds import run_worlds
 
 import hvdlite as hvd
-from hvdlite.calls.frames import MAX_BYTES, FrameError, Opener, Sealer
 from hvdlite.calls.handshake import CHALLENGE_BYTES, HELLO_BYTES, HandshakeClient, HandshakeServer
-from hvdlite.calls.mailbox import DOWN, UP, Mailbox, mailbox_pair
+from hvdlite.calls.mailbox import DOWN, MAX_BYTES, UP, FrameError, Mailbox, Opener, Sealer, mailbox_pair
 from hvdlite.calls.messages import (
     FROM_RANK_0,
     TO_RANK_0,
@@ -40,7 +39,8 @@ from hvdlite.calls.messages import (
 )
 from hvdlite.calls.stragglers import StragglerWatch
 from hvdlite.control import connect
-from hvdlite.control.heartbeat import LOOK_S, Heartbeat, Silence
+from hvdlite.control.heartbeat import Heartbeat, Silence
+from hvdlite.control.rank0_connection import LOOK_S
 from hvdlite.coordinator import acceptor
 from hvdlite.coordinator.acceptor import Acceptor
 from hvdlite.coordinator.coordinator import Coordinator
@@ -105,7 +105,7 @@ def test_brackets_in_words_are_no_depth():
 
 
 def test_a_message_that_is_too_long_is_refused_by_who_would_send_it_and_the_next_one_goes(monkeypatch):
-    monkeypatch.setattr("hvdlite.calls.frames.MAX_BYTES", 100)
+    monkeypatch.setattr("hvdlite.calls.mailbox.MAX_BYTES", 100)
     sealer = Sealer(KEY, FROM_RANK_0)
     with pytest.raises(ValueError, match="108 bytes is longer than the limit of 100"):
         sealer.seal(EndProcess("x" * 98))

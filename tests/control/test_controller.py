@@ -23,7 +23,7 @@ from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
 from hvdlite import forks
-from hvdlite.calls import frames, handle, mailbox
+from hvdlite.calls import handle, mailbox
 from hvdlite.calls.handle import Handle
 from hvdlite.calls.operation import Execution, Kind, Operation
 from hvdlite.comm.work import CollectiveWatch, Work
@@ -571,7 +571,7 @@ def test_a_message_that_cannot_be_sent_is_its_operations_error_alone(monkeypatch
         hvd.barrier()
         # For both ranks, as they are in one process.
         if own == 0:
-            monkeypatch.setattr(frames, "MAX_BYTES", 2000)
+            monkeypatch.setattr(mailbox, "MAX_BYTES", 2000)
         both.wait(60)
         with pytest.raises(hvd.CommunicationError, match=r"add_up of 'x+' cannot be sent to rank 0: a message of"):
             add_up("x" * 2000, 1).wait()
@@ -603,9 +603,9 @@ def test_an_answer_that_comes_after_a_rank_was_revoked_is_ignored(answer):
         client.revoke("this world is over")
         with pytest.raises(hvd.PeerLostError, match="this world is over"):
             request.wait()
-        client._take(from_rank_0(answer, int(request), *messages[answer]))
+        client.take(from_rank_0(answer, int(request), *messages[answer]))
         with pytest.raises(KeyError):
-            client._take(from_rank_0(answer, int(request) + 1000, *messages[answer]))
+            client.take(from_rank_0(answer, int(request) + 1000, *messages[answer]))
 
     _while_rank_0_asks_for_nothing(rank_1)
 
@@ -622,7 +622,7 @@ def test_what_rank_0_writes_about_a_join_after_a_rank_was_revoked_is_ignored():
             ["joined", 0],
             ["not_joined", "CommunicationError", "a rank has ended"],
         ):
-            client._take(from_rank_0(*about_its_join))
+            client.take(from_rank_0(*about_its_join))
 
     _while_rank_0_asks_for_nothing(rank_1)
 

@@ -62,7 +62,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_calls_that_all_ranks_make_in_one_order_are_agreed_on_without_a_message(said):
     def rank(own: int) -> list[float]:
         # A rank that comes before rank 0 has opened the board asks by a message.
-        while current_world().controller._submitter._voter._board.open_round == 0:
+        while current_world().controller._requests._voter._board.open_round == 0:
             threading.Event().wait(0.001)
         return [all_reduced(name, own + number) for number, name in enumerate(["a", None, "a", "b"])]
 
