@@ -27,12 +27,10 @@ MANY_METHODS = {
     "AveragingOptimizer": 45,
     "Bucket": 38,
     "DistributedOptimizer": 49,
-    "Negotiation": 38,
 }
 MANY_ATTRIBUTES = {
     "Bucket": 24,
     "ElasticSampler": 23,
-    "Negotiation": 23,
     "Survival": 27,
 }
 # Public signatures, whose arguments Horovod's users know, and others.

@@ -4,8 +4,8 @@ The messages between the ranks and rank 0. The types of their fields say what is
     rank ── TO_RANK_0 ──► Coordinator ── FROM_RANK_0 ──► rank
 
 `hvdlite_wire.codec` encodes and decodes them. What no type can say, such as whether there is a rank of this number,
-`incoming` checks. A connection that closes without a `Leaving` means that the rank has crashed or was killed; rank 0
-treats a malformed message in the same way. A collective is identified by its group's label and its number there.
+the coordinator checks. A connection that closes without a `Leaving` means that the rank has crashed or was killed, and
+so does a malformed message. A collective is identified by its group's label and its number there.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Annotated, Any
 
 from hvdlite_wire.codec import Family
 
-from ..comm.step_clock import Phase, Reading
+from ..comm.step_clock import Phase, RankPace, Reading
 from .call_sites import LONGEST
-from .stragglers import RankPace
 from .thread_labels import CallingThread
 
 _MOST_BLOCKED = 64
@@ -69,11 +68,10 @@ class Here(ToRank0):
 
 @dataclass(slots=True)
 class OperationRequest(ToRank0):
-    """Requests an operation. ``ticket`` is the rank's own number for it.
+    """Requests an operation: its kind's name, and `name`, `same` and `own` as in `Operation`.
 
-    The other fields are those of `pending.RankRequest`.
-
-    ``members`` is None for all ranks. ``caller`` is None if the user named the operation.
+    ``ticket`` is the rank's own number for it, which the answer carries. ``members`` is sent empty for all ranks.
+    ``caller`` is the calling thread, None if the user named the operation.
     """
 
     ticket: int
@@ -81,10 +79,19 @@ class OperationRequest(ToRank0):
     kind: str
     name: str | None
     what: str
-    members: tuple[int, ...] | None
+    members: tuple[int, ...]
     same: Mapping[str, Any]
     own: Any
-    caller: CallingThread | None
+    caller: CallingThread | None = None
+
+    @property
+    def pairs_with(self) -> tuple[int, str, str | None]:
+        """The key of the operation, equal on ranks that request the same one."""
+        return self.set_id, self.kind, self.name
+
+    @property
+    def of_set(self) -> str:
+        return "the global process set" if self.set_id == 0 else f"process set {list(self.members)}"
 
 
 @dataclass(slots=True)
@@ -100,10 +107,13 @@ class WaitsIn(ToRank0):
 
 @dataclass(slots=True)
 class LivingOptimizers:
-    """The optimizers that are alive on a rank, by their numbers, of one process set; see `Joins`."""
+    """The optimizers that are alive on a rank, by their numbers, of one process set; see `Joins`.
+
+    ``members`` is sent empty for all ranks.
+    """
 
     set_id: int
-    members: tuple[int, ...] | None
+    members: tuple[int, ...]
     numbers: tuple[int, ...]
 
 

@@ -1,16 +1,15 @@
 """
 Words the errors about ranks that disagree: which rank did what, in Horovod's words where it has them.
 
-These are pure functions of the ranks' requests. `negotiation` compares the requests and calls them.
+These are pure functions of the ranks' requests. `coordinator` compares the requests and calls them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from .operation import ALLREDUCE, OPTIMIZER, REDUCESCATTER, Kind
+from .operation import ALLREDUCE, REDUCESCATTER, Kind
 
 Hosts = Sequence[str] | Mapping[int, str]
 """The host of each rank, by its global number."""
@@ -20,12 +19,6 @@ Hosts = Sequence[str] | Mapping[int, str]
 CAUSES = (
     "Most often a collective is called under `if hvd.rank() == 0:`, "
     "or ranks have different numbers of batches (see hvd.join())"
-)
-# The cause when a rank waits for the others to open an optimizer's engine.
-_CAUSES_OF_OPTIMIZER = (
-    "All ranks open the engine of a hvd.DistributedOptimizer together. Ranks that do not wait for it here have not "
-    "made this optimizer, or have made it before the last hvd.init() and not stepped with it since: make the same "
-    "optimizers in the same order on every rank; where one rank makes a new one, all must"
 )
 _SMALLER_BATCH = (
     "Most often the last batch is smaller on some ranks: train with DataLoader(drop_last=True); for a metric, sum it "
@@ -57,7 +50,7 @@ def words_of_difference(kind: Kind, what: str, asked: Mapping[int, Mapping[str, 
     counts = {rank: len(same[key]) for rank, same in asked.items() if kind.is_grouped and key in same}
     if len(set(counts.values())) > 1:
         numbers = {rank: f"{count} tensors" for rank, count in sorted(counts.items())}
-        return f"Mismatched numbers of tensors in {operation}. ({what}: {_by_value(numbers, hosts)})"
+        return f"Mismatched numbers of tensors in {operation}. ({what}: {by_value(numbers, hosts)})"
     first = {
         "dtype": f"Mismatched data types: One rank had type {one}, but another rank had type {another}.",
         "shape": f"Mismatched {operation} tensor shapes: One rank sent a tensor of shape {one}, but another rank sent "
@@ -72,7 +65,7 @@ def words_of_difference(kind: Kind, what: str, asked: Mapping[int, Mapping[str, 
         ),
     }.get(key, f"Mismatched {key.replace('_', ' ')}: One rank had {one}, but another rank had {another}.")
     cause = _cause(kind, what, key)
-    return f"{kind.error_prefix}{first} ({what}: {_by_value(values, hosts)}){cause and f' {cause}'}"
+    return f"{kind.error_prefix}{first} ({what}: {by_value(values, hosts)}){cause and f' {cause}'}"
 
 
 def _cause(kind: Kind, what: str, key: str) -> str:
@@ -92,7 +85,7 @@ def words_of_callers(what: str, names: Mapping[int, str], hosts: Hosts) -> str:
     return (
         f"Mismatched threads: {what} was called by different threads on different ranks, and by several on some. Calls "
         "without a name pair up by their order, and several threads have no order: pass a name, equal on all ranks and "
-        f"different in each thread, or call it in one thread. ({what}: {_by_value(quoted, hosts)})"
+        f"different in each thread, or call it in one thread. ({what}: {by_value(quoted, hosts)})"
     )
 
 
@@ -120,36 +113,6 @@ def _words_of_tensor(entry: Sequence[Any] | None) -> str:
     return "missing" if entry is None else f"{tuple(entry[0])} {entry[1]} on {entry[2]}"
 
 
-@dataclass(frozen=True, slots=True)
-class RankWait:
-    """One wait of a rank: the function's name, the operation, and its process set in words."""
-
-    kind: str
-    what: str
-    of_set: str | None = None
-
-    def __str__(self) -> str:
-        return self.what if self.of_set is None else f"{self.what} in {self.of_set}"
-
-
-def words_of_deadlock(waits: Mapping[int, Sequence[RankWait]], hosts: Hosts) -> str:
-    """The message for ranks that wait for each other; ``waits`` are by rank."""
-    seen = list(dict.fromkeys(wait for rank in sorted(waits) for wait in waits[rank]))
-    one, another = seen[0], next((wait for wait in seen if wait != seen[0]), seen[0])
-    if one.kind != another.kind:
-        first = f"Mismatched operations: One rank calls {one.kind}, but another rank calls {another.kind}."
-    elif one.what != another.what:
-        first = f"Mismatched names: One rank is in {one.what}, but another rank is in {another.what}."
-    else:
-        first = f"Mismatched process sets: One rank calls {one.kind} in {one.of_set}, but another in {another.of_set}."
-    by_rank = {rank: " and ".join(map(str, entries)) for rank, entries in sorted(waits.items())}
-    if any(wait.kind == OPTIMIZER.name for wait in seen):
-        cause = f". {_CAUSES_OF_OPTIMIZER}"
-    else:
-        cause = f". {CAUSES}" if one.kind != another.kind or one.what != another.what else ""
-    return f"{first} These ranks wait for each other: {_by_value(by_rank, hosts)}{cause}"
-
-
 def name_ranks(ranks: Sequence[int], hosts: Hosts) -> str:
     """Names ranks with their hosts: ``rank 0 (node1)``, or for many ``ranks 0 (node1), 1 (node1) and 14 more``."""
     shown = [f"{rank} ({hosts[rank]})" for rank in ranks[:8]]
@@ -157,7 +120,8 @@ def name_ranks(ranks: Sequence[int], hosts: Hosts) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(shown)}{more}"
 
 
-def _by_value(values: Mapping[int, str], hosts: Hosts) -> str:
+def by_value(values: Mapping[int, str], hosts: Hosts) -> str:
+    """Lists values, each after the ranks that have it: ``rank 0 (node1): a; ranks 1 (node1), 2 (node2): b``."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)

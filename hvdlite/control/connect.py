@@ -28,12 +28,12 @@ from ..calls.generation import Generation
 from ..calls.handshake import CHALLENGE_BYTES, HandshakeClient
 from ..calls.mailbox import DOWN, UP, Mailbox, mailbox_pair
 from ..calls.messages import FromRank0, ToRank0, Welcome
-from ..calls.stragglers import StragglerWatch
 from ..comm.gloo import InitTimeout
 from ..comm.group import Group
 from ..coordinator.coordinator import Coordinator
 from ..coordinator.negotiation import Negotiation
 from ..coordinator.stall import StallRules
+from ..coordinator.stragglers import StragglerWatch
 from ..environment import Environment
 from ..errors import CommunicationError
 from ..rendezvous.host_address import address_for_others, no_connection_between

@@ -40,8 +40,8 @@ from ..calls.messages import (
     Welcome,
 )
 from ..calls.operation import OPTIMIZER, Operation
-from ..calls.stragglers import RankPace
 from ..comm.group import Group
+from ..comm.step_clock import RankPace
 from ..coordinator.coordinator import Coordinator
 from ..errors import CommunicationError, HvdliteError, MismatchError, PeerLostError
 from ..shm.board import HasBoard

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..calls.messages import Busy, StillWaiting, WaitingThread, Welcome
-from ..coordinator.stall import CAUSES_OF_SILENCE, JOIN, BlockedThread, StallRules
+from ..coordinator.scene import BlockedThread
+from ..coordinator.stall import CAUSES_OF_SILENCE, JOIN, StallRules
 from ..log import log
 from .callers import Callers
 from .executor import Executor

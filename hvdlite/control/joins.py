@@ -76,7 +76,7 @@ class Joins:
             pinned = {group.set_id: self._reducers.pin(group) for group in groups}
             self._joining = _Joining(handle, stand_in, sit_out, pinned)
         return tuple(
-            LivingOptimizers(each.set_id, None if each.set_id == 0 else tuple(each.ranks), tuple(pinned[each.set_id]))
+            LivingOptimizers(each.set_id, each.ranks if each.set_id else (), tuple(pinned[each.set_id]))
             for each in groups
         )
 

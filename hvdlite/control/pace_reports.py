@@ -19,8 +19,7 @@ from torch import nn
 
 from ..calls.call_sites import FramesOfThreads
 from ..calls.messages import PaceReading
-from ..calls.stragglers import RankPace
-from ..comm.step_clock import Phase
+from ..comm.step_clock import Phase, RankPace
 from .rank0_connection import Rank0Connection
 
 # The average interval between looks at the program.

@@ -20,7 +20,6 @@ from ..calls.messages import CloseRound, MissingRanks, OperationRequest, ToRank0
 from ..calls.operation import Operation
 from ..calls.thread_labels import ThreadLabels
 from ..comm.group import Group
-from ..coordinator.pending import RankRequest
 from ..errors import CommunicationError, list_names
 from ..shm.board import Board
 from .callers import Callers
@@ -64,7 +63,7 @@ class Requests:
     def __len__(self) -> int:
         return len(self._by_ticket)
 
-    def open_board(self, board: Board, decide_round: Callable[[int, RankRequest], None] | None) -> None:
+    def open_board(self, board: Board, decide_round: Callable[[int, OperationRequest], None] | None) -> None:
         """Begins to use votes on this board, for calls that all ranks make at the same time.
 
         ``decide_round`` exists on rank 0 only.
@@ -88,7 +87,7 @@ class Requests:
         caller = None
         if name is None or not operation.has_users_name:
             caller = self._labels.of_call((group.set_id, kind, name))
-        members = None if group.set_id == 0 else tuple(group.ranks)
+        members = group.ranks if group.set_id else ()
         same = operation.same
         ask = OperationRequest(ticket, group.set_id, kind, name, handle.what, members, same, operation.own, caller)
         with self._lock:
@@ -176,8 +175,7 @@ class Requests:
     def _vote(self, operation: Operation, group: Group, ask: OperationRequest, call: bytes) -> None:
         """Votes; runs the operation if all ranks vote for it now, else requests it by a message."""
         assert self._voter is not None, "a vote has begun"
-        noted = RankRequest(ask.ticket, ask.set_id, operation.kind, ask.name, ask.what, group.ranks, {}, None)
-        is_go = self._voter.vote(call, noted)
+        is_go = self._voter.vote(call, ask)
         with self._lock:
             self._voted_ticket = None
             request = self._take(ask.ticket) if is_go else None

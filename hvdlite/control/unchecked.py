@@ -19,9 +19,9 @@ from ..calls.handle import Handle
 from ..calls.mismatch import words_of_difference
 from ..calls.operation import OPTIMIZER, Execution, Operation
 from ..calls.reducer_registry import OneThread
-from ..calls.stragglers import RankPace
 from ..comm.group import Group
 from ..comm.recorder import OPERATIONS, Recorder
+from ..comm.step_clock import RankPace
 from ..errors import MismatchError, NotInitializedError
 
 _WAY_OUT_OF_FIRST_STEP = (

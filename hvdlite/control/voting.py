@@ -39,7 +39,7 @@ import hashlib
 import threading
 from collections.abc import Callable
 
-from ..coordinator.pending import RankRequest
+from ..calls.messages import OperationRequest
 from ..shm.board import DIGEST_BYTES, Board
 
 MOST_BYTES = 1 << 16
@@ -59,7 +59,7 @@ class Voter:
         lock: threading.Lock,
         *,
         close_round: Callable[[int], None],
-        decide_round: Callable[[int, RankRequest], None] | None,
+        decide_round: Callable[[int, OperationRequest], None] | None,
         is_over: Callable[[], bool],
     ) -> None:
         """``lock`` is the client's lock, under which it decides how a call is requested.
@@ -98,7 +98,7 @@ class Voter:
 
     # -- on the executor's thread
 
-    def vote(self, call: bytes, ask: RankRequest) -> bool:
+    def vote(self, call: bytes, ask: OperationRequest) -> bool:
         """Votes for a call in the open round; returns whether all ranks make it now. Blocks until the round is decided.
 
         ``ask`` is what rank 0 records for it.
@@ -124,7 +124,7 @@ class Voter:
                 say()
         return bool(held)
 
-    def _is_decided_within(self, number: int, ask: RankRequest, timeout_s: float) -> bool:
+    def _is_decided_within(self, number: int, ask: OperationRequest, timeout_s: float) -> bool:
         board = self._board
         if self._decide_round is None:
             return board.wait(lambda: board.outcome(number) is not None, timeout_s)

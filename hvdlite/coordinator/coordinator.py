@@ -3,8 +3,9 @@ Rank 0's end of the connections to all ranks: passes their messages to the negot
 
     rank ── OperationRequest, HasJoined, Busy, … ──► Coordinator ── Go, No, AllJoined, RankLeft, … ──► rank
 
-`connect` makes it on rank 0. The rules are in `negotiation`, the checks of incoming messages in `incoming`. It also
-decides rounds of votes (`voting`). `messages` has all messages.
+`control.connect` makes it on rank 0. The rules are in `negotiation`. It also decides rounds of votes (see
+`control.voting`). `calls.messages` has all messages. The connection authenticates the sender; what it says is checked
+nevertheless, so that a rank with another version or with broken memory loses only its own connection.
 """
 
 from __future__ import annotations
@@ -22,17 +23,36 @@ from functools import partial
 from hvdlite_wire.errors import MessageError
 
 from ..calls.mailbox import DOWN, UP, FrameError, Mailbox
-from ..calls.messages import CloseRound, FromRank0, Over, PaceReading, Paces, StillWaiting, ToRank0, Welcome
-from ..calls.stragglers import StragglerWatch
+from ..calls.messages import (
+    Busy,
+    CloseRound,
+    FromRank0,
+    HasFailed,
+    HasJoined,
+    HasLostRank,
+    Here,
+    Leaving,
+    OperationRequest,
+    Over,
+    PaceReading,
+    Paces,
+    Pinned,
+    ProgramLine,
+    StillWaiting,
+    ToRank0,
+    WaitingThread,
+    WaitsIn,
+    Welcome,
+)
 from ..comm.step_clock import Reading
 from ..log import log
 from ..shm.board import Board
 from ..signing import Signer
 from .acceptor import Acceptor
-from .incoming import handle_message
 from .negotiation import Negotiation
-from .pending import RankRequest
+from .scene import BlockedThread
 from .stall import StallRules
+from .stragglers import StragglerWatch
 
 # Interval between calls of `Negotiation.tick` while something can time out.
 _TICK_S = 0.25
@@ -67,7 +87,7 @@ class Coordinator:
         # Guards the negotiation and rank 0's words on the board: rank 0's executor thread decides rounds of votes.
         self._lock = threading.Lock()
         self._board: Board | None = None
-        self._all = tuple(range(size))
+        self._all = negotiation.scene.everybody
         self._welcome = Welcome(os.getpid(), rules.warn_after_s, rules.end_after_s)
         self._ticked_at_s = 0.0
         # The data of each registered file is a function to call when it is ready.
@@ -103,7 +123,7 @@ class Coordinator:
             self._board = board
             board.decide(go=False)
 
-    def decide_round(self, number: int, ask: RankRequest) -> None:
+    def decide_round(self, number: int, ask: OperationRequest) -> None:
         """Decides a round in which all ranks have voted: a go if the votes agree and nothing is unsettled.
 
         Rank 0's executor calls it.
@@ -114,6 +134,7 @@ class Coordinator:
                 return
             go = negotiation.is_settled and board.are_votes_equal()
             if go:
+                ask.members = self._all
                 negotiation.begin_voted(ask, time.monotonic())
             board.decide(go=go)
 
@@ -200,7 +221,7 @@ class Coordinator:
         now_s = time.monotonic()
         try:
             messages = mailbox.receive()
-            self._negotiation.heard(rank, now_s)
+            self._negotiation.stall.heard(rank, now_s)
             for message in messages:
                 match message:
                     case CloseRound(number):
@@ -208,7 +229,7 @@ class Coordinator:
                     case PaceReading(reading):
                         self._compare_paces(rank, reading, now_s)
                     case _:
-                        handle_message(self._negotiation, rank, message, self._all, now_s)
+                        handle_message(self._negotiation, rank, message, now_s)
         except (FrameError, MessageError) as error:
             log.warning("rank 0 closes its connection to rank %d, which sent an invalid message: %s", rank, error)
             self._drop(rank, now_s)
@@ -320,3 +341,69 @@ class Coordinator:
         if mailbox is not None and not mailbox.has_outgoing:
             with contextlib.suppress(OSError):
                 mailbox.end_sending()
+
+
+def handle_message(  # noqa: PLR0912  # a case for each message
+    negotiation: Negotiation, rank: int, message: ToRank0, now_s: float
+) -> None:
+    """Passes a message of ``rank`` to the negotiation; raises a MessageError, before any effect, if it is wrong.
+
+    It makes the checks that the types of the message's fields cannot make.
+    """
+    everybody = negotiation.scene.everybody
+    match message:
+        case OperationRequest():
+            if negotiation.has_asked(rank, message.ticket):
+                raise MessageError(f"it requests number {message.ticket} twice")
+            message.members = _members(message.members, rank, message.set_id, everybody)
+            negotiation.ask(rank, message, now_s)
+        case WaitsIn(ticket, begun):
+            negotiation.wait(rank, ticket, begun)
+        case HasJoined(average_of_active, living):
+            for each in living:
+                each.members = _members(each.members, rank, each.set_id, everybody)
+            negotiation.join(rank, average_of_active, now_s, living)
+        case Pinned():
+            negotiation.joined_steps.pinned(rank, message)
+        case Busy(threads, is_stuck, begun):
+            blocked = [_blocked(each, now_s, everybody) for each in threads]
+            negotiation.busy(rank, blocked, is_stuck=is_stuck, begun=begun)
+        case StillWaiting(over_count):
+            negotiation.scene.over(rank, over_count)
+        case Here(pid):
+            negotiation.scene.pids[rank] = pid
+        case ProgramLine(line):
+            negotiation.stall.program_line(rank, line)
+        case HasFailed(label, number, words):
+            negotiation.failed(rank, label, number, words)
+        case HasLostRank():
+            negotiation.lost(rank)
+        case Leaving():
+            negotiation.end(rank, ended_normally=True, now_s=now_s)
+        case _:
+            raise MessageError(f"{str(message)[:200]} is not for the negotiation")
+
+
+def _members(ranks: tuple[int, ...], rank: int, set_id: int, everybody: tuple[int, ...]) -> tuple[int, ...]:
+    if bool(ranks) != (set_id != 0):
+        raise MessageError(f"process set {set_id} has invalid members, {str(ranks)[:200]}")
+    if ranks and rank not in ranks:
+        raise MessageError(f"{str(ranks)[:200]} does not have rank {rank} among them")
+    return _ranks(ranks, everybody) if ranks else everybody
+
+
+def _ranks(ranks: tuple[int, ...], everybody: tuple[int, ...]) -> tuple[int, ...]:
+    if not all(0 <= each < len(everybody) for each in ranks):
+        raise MessageError(f"{str(ranks)[:200]} are not ranks of this job")
+    return ranks
+
+
+def _blocked(thread: WaitingThread, now_s: float, everybody: tuple[int, ...]) -> BlockedThread:
+    since_s = now_s - thread.waited_s
+    if thread.collective is None:
+        return BlockedThread(thread.what, since_s, thread.is_operation)
+    if thread.is_operation:
+        raise MessageError("an operation is no collective of its own group")
+    label, number, ranks = thread.collective
+    members = everybody if ranks is None else _ranks(ranks, everybody)
+    return BlockedThread(thread.what, since_s, False, (label, number, members))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from ..calls.messages import Pin, SitOutSteps, Unpin
+from ..calls.messages import LivingOptimizers, Pin, Pinned, SitOutSteps, Unpin
 
 
 @dataclass(slots=True)
@@ -50,12 +50,12 @@ class JoinedSteps:
         """Whether there are steps that joined ranks take part in."""
         return any(sitting.is_known and sitting.common for sitting in self._by_set.values())
 
-    def joined(self, rank: int, living: Iterable[tuple[int, Iterable[int], Iterable[int]]]) -> None:
-        """Notes that ``rank`` has joined; ``living`` has, by set, its number, members and living optimizers."""
-        for set_id, members, numbers in living:
-            sitting = self._by_set.get(set_id)
+    def joined(self, rank: int, living: Iterable[LivingOptimizers]) -> None:
+        """Notes that ``rank`` has joined; ``living`` are its living optimizers, each with all members of the set."""
+        for each in living:
+            set_id, sitting = each.set_id, self._by_set.get(each.set_id)
             if sitting is None:
-                sitting = self._by_set[set_id] = _Sitting(frozenset(members))
+                sitting = self._by_set[set_id] = _Sitting(frozenset(each.members))
                 for other in sorted(sitting.members - {rank}):
                     self._asked.add(other)
                     self._send(other, Pin(self._join, set_id))
@@ -63,13 +63,13 @@ class JoinedSteps:
             if sitting.is_known:
                 self._send(rank, SitOutSteps(set_id, sitting.common))
             else:
-                self._hear(sitting, set_id, rank, numbers)
+                self._hear(sitting, set_id, rank, each.numbers)
 
-    def pinned(self, rank: int, join: int, set_id: int, numbers: Iterable[int]) -> None:
-        """Notes the answer of ``rank`` to `Pin` in that join: these optimizers are alive there."""
-        sitting = self._by_set.get(set_id)
-        if join == self._join and sitting is not None and rank in sitting.members and not sitting.is_known:
-            self._hear(sitting, set_id, rank, numbers)
+    def pinned(self, rank: int, answer: Pinned) -> None:
+        """Notes the answer of ``rank`` to `Pin`: these optimizers are alive there."""
+        sitting = self._by_set.get(answer.set_id)
+        if answer.join == self._join and sitting is not None and rank in sitting.members and not sitting.is_known:
+            self._hear(sitting, answer.set_id, rank, answer.numbers)
 
     def end(self, informed: Iterable[int]) -> None:
         """Ends the join; ``informed`` are the ranks that do not need a separate `Unpin`."""

@@ -1,46 +1,18 @@
 """
-`RankRequest`, `Pending`, `Refusal`, `PairingQueue`: requests as rank 0 sees them, and how it finds deadlocks.
+`Pending`, an operation that some ranks have requested, `PairingQueue`, which pairs requests up, and `Refusal`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
-from ..calls.operation import Kind
+from ..calls.messages import OperationRequest
+from ..calls.operation import Kind, kind_named
 from ..calls.thread_labels import CallingThread
 
 Id = int
 """Number of a pending operation on rank 0; never reused."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankRequest:
-    """One rank's request for an operation; `kind`, `name`, `same` and `own` as in `Operation`.
-
-    ``ticket`` is the rank's own number for it, which the answer carries. ``caller`` is the calling thread, if the user
-    gave no name.
-    """
-
-    ticket: int
-    set_id: int
-    kind: Kind
-    name: str | None
-    what: str
-    members: tuple[int, ...]
-    same: Mapping[str, Any]
-    own: Any
-    caller: CallingThread | None = None
-
-    @property
-    def pairs_with(self) -> tuple[int, str, str | None]:
-        """The key of the operation, equal on ranks that request the same one."""
-        return self.set_id, self.kind.name, self.name
-
-    @property
-    def of_set(self) -> str:
-        return "the global process set" if self.set_id == 0 else f"process set {list(self.members)}"
 
 
 @dataclass(slots=True)
@@ -64,10 +36,10 @@ class Pending:
     """
 
     id_: Id
-    first: RankRequest
+    first: OperationRequest
     since_s: float
     index: int
-    asks: dict[int, RankRequest] = field(default_factory=dict)
+    asks: dict[int, OperationRequest] = field(default_factory=dict)
     differs: bool = False
     is_doubtful: bool = False
     differs_since_s: float | None = None
@@ -75,6 +47,10 @@ class Pending:
     # The last result of `absent`, and the number of requests and the joined ranks that it was computed for.
     _absent: list[int] = field(default_factory=list)
     _absent_for: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        return kind_named(self.first.kind)
 
     def waits_for(self, rank: int) -> bool:
         """Whether the rank must still request it, or receive its refusal."""
@@ -123,7 +99,7 @@ class PairingQueue:
         self._next_index_of[rank] = index
         return pending
 
-    def add(self, id_: Id, first: RankRequest, rank: int, since_s: float) -> Pending:
+    def add(self, id_: Id, first: OperationRequest, rank: int, since_s: float) -> Pending:
         """Appends an operation that this rank is the first to request."""
         pending = Pending(id_, first, since_s, self._end)
         self._at[self._end] = pending
@@ -137,15 +113,3 @@ class PairingQueue:
         while self._first < self._end and self._first not in self._at:
             self._first += 1
         return bool(self._at)
-
-
-def stuck_ranks(waiting: Mapping[int, Iterable[Id]], missing: Mapping[Id, Set[int]]) -> frozenset[int]:
-    """Returns the ranks that wait for operations which need ranks that wait too, and so on, in a circle.
-
-    ``waiting`` is what each rank is blocked in; it continues as soon as one of these can be done. ``missing`` are the
-    ranks that each operation still needs.
-    """
-    stuck = set(waiting)
-    while freed := {rank for rank in stuck if any(not missing[wait] & stuck for wait in waiting[rank])}:
-        stuck -= freed
-    return frozenset(stuck)

@@ -1,10 +1,10 @@
 """
-The public function `stragglers`, and `RankPace`, which it returns; `calls.stragglers` compares the ranks.
+The public function `stragglers`, and `RankPace`, which it returns; `coordinator.stragglers` compares the ranks.
 """
 
 from __future__ import annotations
 
-from ..calls.stragglers import RankPace
+from ..comm.step_clock import RankPace
 from ..outside_graphs import keep_outside_graphs
 from .world import current_world
 

@@ -37,16 +37,16 @@ from hvdlite.calls.messages import (
     StillWaiting,
     WaitsIn,
 )
-from hvdlite.calls.stragglers import StragglerWatch
 from hvdlite.control import connect
 from hvdlite.control.heartbeat import Heartbeat, Silence
 from hvdlite.control.rank0_connection import LOOK_S
 from hvdlite.coordinator import acceptor
 from hvdlite.coordinator.acceptor import Acceptor
-from hvdlite.coordinator.coordinator import Coordinator
-from hvdlite.coordinator.incoming import handle_message
+from hvdlite.coordinator.coordinator import Coordinator, handle_message
 from hvdlite.coordinator.negotiation import Negotiation
-from hvdlite.coordinator.stall import BlockedThread, StallRules
+from hvdlite.coordinator.scene import BlockedThread
+from hvdlite.coordinator.stall import StallRules
+from hvdlite.coordinator.stragglers import StragglerWatch
 from hvdlite.signing import Signer
 
 KEY = Signer(b"the job's key")
@@ -87,7 +87,7 @@ def changed(frame: bytes) -> bytes:
         (lambda: sealed(b"[" * 200_000), "malformed"),
         (lambda: sealed(b"[" * 100 + b"]" * 100), "malformed"),
         (
-            lambda: sealed(b'["ask",1,0,"a",null,"a",null,{},' + b'{"a":' * 70 + b"1" + b"}" * 70 + b",null]"),
+            lambda: sealed(b'["ask",1,0,"a",null,"a",[],{},' + b'{"a":' * 70 + b"1" + b"}" * 70 + b",null]"),
             "nests deeper",
         ),
         (lambda: sealed(b"{}"), "malformed"),
@@ -504,9 +504,9 @@ class Ranks:
     [
         ["nothing that is known"],
         ["ask", 1],
-        ["ask", "one", 0, "allreduce", None, "what", None, {}, None, None],
+        ["ask", "one", 0, "allreduce", None, "what", [], {}, None, None],
         ["ask", 1, 0, "allreduce", None, "what", [0, 1], {}, None, None],
-        ["ask", 1, 5, "allreduce", None, "what", None, {}, None, None],
+        ["ask", 1, 5, "allreduce", None, "what", [], {}, None, None],
         ["ask", 1, 5, "allreduce", None, "what", [0], {}, None, None],
         ["ask", 1, 5, "allreduce", None, "what", [1, 99], {}, None, None],
         ["ask", 1, 5, "allreduce", None, "what", [1, {}], {}, None, None],
@@ -533,10 +533,10 @@ def test_a_rank_that_says_what_none_says_counts_as_gone_and_the_others_go_on(sai
 
 def test_asking_twice_under_one_number_is_what_no_rank_does():
     negotiation = Negotiation(["a", "b"], StallRules())
-    ask = to_rank_0("ask", 1, 0, "allreduce", "x", "x", None, {}, None, None)
-    handle_message(negotiation, 1, ask, (0, 1), 0.0)
+    ask = to_rank_0("ask", 1, 0, "allreduce", "x", "x", [], {}, None, None)
+    handle_message(negotiation, 1, ask, 0.0)
     with pytest.raises(MessageError, match="number 1 twice"):
-        handle_message(negotiation, 1, ask, (0, 1), 0.0)
+        handle_message(negotiation, 1, ask, 0.0)
 
 
 @pytest.mark.parametrize(

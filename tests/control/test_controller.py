@@ -458,7 +458,7 @@ def test_a_peer_that_hangs_in_what_all_have_begun_is_told_of(caplog, monkeypatch
     monkeypatch.setattr(rank0_connection, "LOOK_S", 0.05)
     monkeypatch.setattr(heartbeat, "LOOK_S", 0.05)
     # What may take long on a busy machine: both ranks come to the operation, and rank 0 answers.
-    monkeypatch.setattr(stall.StallWatch, "find_stalled", lambda self, scene, now_s: ([], []))
+    monkeypatch.setattr(stall.StallWatch, "_find_operations", lambda self, stalls, now_s: None)
     monkeypatch.setattr(heartbeat.Heartbeat, "silence", lambda self, now_s: None)
     told, both_are_in_it = threading.Event(), threading.Barrier(2)
     ended: list[str] = []

@@ -16,14 +16,12 @@ from worlds import attempt_worlds, run_worlds
 import hvdlite as hvd
 from hvdlite.calls.mailbox import Mailbox, mailbox_pair
 from hvdlite.calls.messages import CloseRound, Go, GoAsStandIn, OperationRequest, ToRank0
-from hvdlite.calls.operation import Kind
-from hvdlite.calls.stragglers import StragglerWatch
 from hvdlite.control import voting
 from hvdlite.control.voting import Voter
 from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.coordinator.negotiation import Negotiation
-from hvdlite.coordinator.pending import RankRequest
 from hvdlite.coordinator.stall import StallRules
+from hvdlite.coordinator.stragglers import StragglerWatch
 from hvdlite.runtime.world import current_world
 from hvdlite.shm.board import DIGEST_BYTES, Board
 from hvdlite.shm.control_block import CONTROL_BLOCK_BYTES, ControlBlock
@@ -229,7 +227,7 @@ class TwoRanks:
         return number
 
     def decide(self, number: int) -> list[bool | None]:
-        ask = RankRequest(1, 0, Kind("barrier"), "x", "x", (0, 1), {}, None)
+        ask = OperationRequest(1, 0, "barrier", "x", "x", (), {}, None)
         self.coordinator.decide_round(number, ask)
         return [board.outcome(number) for board in self.boards]
 
@@ -247,7 +245,7 @@ def two_ranks() -> Iterator[TwoRanks]:
 
 
 def ask_of(ticket: int, name: str) -> OperationRequest:
-    return OperationRequest(ticket, 0, "barrier", name, name, None, {}, None, None)
+    return OperationRequest(ticket, 0, "barrier", name, name, (), {}, None)
 
 
 def test_a_round_in_which_both_voted_for_the_same_is_a_go(two_ranks):
@@ -435,10 +433,7 @@ def test_in_any_order_of_turns_all_ranks_carry_out_the_same_in_one_order_and_non
                 for ask in asks[1:]:
                     assert voter.hold(lambda ask=ask: mailbox.send(ask))
                 first = asks[0]
-                ask = RankRequest(
-                    first.ticket, 0, Kind("barrier"), first.name, first.what, tuple(range(size)), {}, None
-                )
-                if voter.vote(repr((first.kind, first.name)).encode(), ask):
+                if voter.vote(repr((first.kind, first.name)).encode(), first):
                     done[rank].append(asked.pop(first.ticket))
                 else:
                     mailbox.send(first)

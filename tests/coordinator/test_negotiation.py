@@ -9,15 +9,16 @@ from control_messages import sent
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.calls.messages import AskLine, LivingOptimizers
-from hvdlite.calls.operation import ALLREDUCE, kind_named
+from hvdlite.calls.messages import AskLine, LivingOptimizers, OperationRequest, Pinned
 from hvdlite.coordinator.negotiation import SETTLING_S, Negotiation
-from hvdlite.coordinator.pending import Pending, RankRequest
-from hvdlite.coordinator.stall import BlockedThread, StallRules
+from hvdlite.coordinator.pending import Pending
+from hvdlite.coordinator.scene import BlockedThread
+from hvdlite.coordinator.stall import StallRules
 
 CAUSES = ("`if hvd.rank() == 0:`", "different numbers of batches (see hvd.join())")
 
 HOSTS = ("node1", "node1", "node2", "node2")
+ALL = (0, 1, 2, 3)
 
 
 class Play:
@@ -36,7 +37,7 @@ class Play:
         """Asks for an operation and returns the ticket."""
         ranks = tuple(range(self.size)) if members is None else members
         ticket = next(self._tickets)
-        ask = RankRequest(ticket, set_id, kind_named(kind), name, f"{kind} of {name!r}", ranks, same, own)
+        ask = OperationRequest(ticket, set_id, kind, name, f"{kind} of {name!r}", ranks, same, own)
         self.what_of[rank, ticket] = name
         self.negotiation.ask(rank, ask, self.now_s)
         return ticket
@@ -136,7 +137,7 @@ def test_a_rank_can_be_told_who_has_not_asked_for_what_it_has():
 
 def test_of_many_that_have_not_asked_the_first_are_told_and_how_many_there_are():
     negotiation = Negotiation(("node1",) * 100, StallRules())
-    negotiation.ask(7, RankRequest(1, 0, ALLREDUCE, "a", "allreduce of 'a'", tuple(range(100)), {}, None), 0.0)
+    negotiation.ask(7, OperationRequest(1, 0, "allreduce", "a", "allreduce of 'a'", tuple(range(100)), {}, None), 0.0)
     assert sent(negotiation.missing(7)) == ["alive", [[1, [0, 1, 2, 3, 4, 5, 6, 8], 99]]]
 
 
@@ -220,7 +221,9 @@ def test_of_tensors_that_differ_the_cause_follows_from_whether_calls_have_names(
         for rank in range(2):
             ticket = rank
             what = "allreduce of 'loss'" if named else "allreduce"
-            ask = RankRequest(ticket, 0, ALLREDUCE, "loss" if named else None, what, (0, 1), {"shape": [rank]}, None)
+            ask = OperationRequest(
+                ticket, 0, "allreduce", "loss" if named else None, what, (0, 1), {"shape": [rank]}, None
+            )
             play.negotiation.ask(rank, ask, 0.0)
         _, text = one_error(play.said(), [0, 1])
         assert all(each in text for each in expected), text
@@ -513,21 +516,29 @@ def test_who_has_joined_learns_that_a_rank_it_waits_for_has_ended():
 
 def test_only_what_lives_on_all_members_is_sat_out_and_who_joins_later_is_told_the_same():
     play = Play(3)
-    play.negotiation.join(0, False, 0.0, [LivingOptimizers(0, None, (1, 2, 4)), LivingOptimizers(7, (0, 2), (1, 2))])
+    play.negotiation.join(
+        0, False, 0.0, [LivingOptimizers(0, ALL[: play.size], (1, 2, 4)), LivingOptimizers(7, (0, 2), (1, 2))]
+    )
     assert play.said() == [(1, ["pin", 0, 0]), (2, ["pin", 0, 0]), (2, ["pin", 0, 7])]
-    play.negotiation.pinned(2, 0, 0, [1, 4])
-    play.negotiation.pinned(2, 0, 7, [2])
+    play.negotiation.joined_steps.pinned(2, Pinned(0, 0, [1, 4]))
+    play.negotiation.joined_steps.pinned(2, Pinned(0, 7, [2]))
     assert play.said() == [(0, ["sit_out", 7, [2]])]
-    play.negotiation.pinned(1, 0, 0, [2, 4])
+    play.negotiation.joined_steps.pinned(1, Pinned(0, 0, [2, 4]))
     assert play.said() == [(0, ["sit_out", 0, [4]])]
     # The order counts: an optimizer of a set may be made until a member has joined, and not after.
-    play.negotiation.join(1, False, 0.0, [LivingOptimizers(0, None, (2, 4)), LivingOptimizers(8, (1, 2), (1,))])
+    play.negotiation.join(
+        1, False, 0.0, [LivingOptimizers(0, ALL[: play.size], (2, 4)), LivingOptimizers(8, (1, 2), (1,))]
+    )
     assert play.said() == [(1, ["sit_out", 0, [4]]), (2, ["pin", 0, 8])]
     play.negotiation.join(
         2,
         False,
         0.0,
-        [LivingOptimizers(0, None, (4,)), LivingOptimizers(7, (0, 2), ()), LivingOptimizers(8, (1, 2), (1, 3))],
+        [
+            LivingOptimizers(0, ALL[: play.size], (4,)),
+            LivingOptimizers(7, (0, 2), ()),
+            LivingOptimizers(8, (1, 2), (1, 3)),
+        ],
     )
     assert play.said() == [
         (2, ["sit_out", 0, [4]]),
@@ -540,9 +551,9 @@ def test_only_what_lives_on_all_members_is_sat_out_and_who_joins_later_is_told_t
 
 def test_a_rank_that_joins_before_it_is_asked_has_answered():
     play = Play(2)
-    play.negotiation.join(1, False, 0.0, [LivingOptimizers(0, None, (1, 2))])
-    play.negotiation.join(0, False, 0.0, [LivingOptimizers(0, None, (2,))])
-    play.negotiation.pinned(0, 0, 0, [])
+    play.negotiation.join(1, False, 0.0, [LivingOptimizers(0, ALL[: play.size], (1, 2))])
+    play.negotiation.join(0, False, 0.0, [LivingOptimizers(0, ALL[: play.size], (2,))])
+    play.negotiation.joined_steps.pinned(0, Pinned(0, 0, []))
     assert play.said() == [
         (0, ["pin", 0, 0]),
         (1, ["sit_out", 0, [2]]),
@@ -554,26 +565,26 @@ def test_a_rank_that_joins_before_it_is_asked_has_answered():
 
 def test_an_answer_of_a_join_that_failed_is_not_taken_for_that_of_the_next():
     play = Play(3)
-    play.negotiation.join(0, False, 0.0, [LivingOptimizers(0, None, (1,))])
-    play.negotiation.join(1, True, 0.0, [LivingOptimizers(0, None, (1,))])
+    play.negotiation.join(0, False, 0.0, [LivingOptimizers(0, ALL[: play.size], (1,))])
+    play.negotiation.join(1, True, 0.0, [LivingOptimizers(0, ALL[: play.size], (1,))])
     said = play.said()
     assert [entry for entry in said if entry[1][0] != "not_joined"] == [
         (1, ["pin", 0, 0]),
         (2, ["pin", 0, 0]),
         (2, ["unpin"]),
     ]
-    play.negotiation.join(0, False, 0.0, [LivingOptimizers(0, None, (1,))])
-    play.negotiation.pinned(2, 0, 0, [1])
-    play.negotiation.pinned(1, 1, 0, [1])
+    play.negotiation.join(0, False, 0.0, [LivingOptimizers(0, ALL[: play.size], (1,))])
+    play.negotiation.joined_steps.pinned(2, Pinned(0, 0, [1]))
+    play.negotiation.joined_steps.pinned(1, Pinned(1, 0, [1]))
     assert play.said() == [(1, ["pin", 1, 0]), (2, ["pin", 1, 0])]
-    play.negotiation.pinned(2, 1, 0, [])
+    play.negotiation.joined_steps.pinned(2, Pinned(1, 0, []))
     assert play.said() == [(0, ["sit_out", 0, []])]
 
 
 @pytest.mark.parametrize("ended_normally", [True, False])
 def test_a_rank_that_ends_instead_of_saying_what_lives_there_leaves_nobody_waiting(ended_normally):
     play = Play(3)
-    play.negotiation.join(0, False, 0.0, [LivingOptimizers(0, None, (1,))])
+    play.negotiation.join(0, False, 0.0, [LivingOptimizers(0, ALL[: play.size], (1,))])
     play.said()
     play.negotiation.end(2, ended_normally, 0.0)
     assert kinds(play.said()) == [(0, "not_joined"), (1, "unpin")]
@@ -608,7 +619,7 @@ def test_a_stall_is_told_once_per_period_with_who_is_missing_and_where_they_are(
 
 def test_ranks_say_where_they_are_shortly_before_they_are_told_of_and_not_sooner():
     play = Play(3, warn_after_s=60.0)
-    play.negotiation.introduce(1, 4242)
+    play.negotiation.scene.pids[1] = 4242
     play.call(0, "a")
     for _ in range(53):
         play.negotiation.tick(play.now_s)
@@ -618,8 +629,8 @@ def test_ranks_say_where_they_are_shortly_before_they_are_told_of_and_not_sooner
         play.negotiation.tick(play.now_s)
         for rank in play.asked_where():
             if rank != 2:
-                play.negotiation.heard(rank, play.now_s)
-                play.negotiation.program_line(rank, f"train.py:4{rank} in load_batch (time.sleep)", play.now_s)
+                play.negotiation.stall.heard(rank, play.now_s)
+                play.negotiation.stall.program_line(rank, f"train.py:4{rank} in load_batch (time.sleep)")
         play.now_s += 1.0
     (words,) = of_stalls(play)
     assert "rank 1 (node1, pid 4242), which is at train.py:41 in load_batch (time.sleep)" in words
@@ -635,7 +646,7 @@ def test_who_was_stopped_after_it_had_said_where_it_is_is_told_of_with_both():
         play.negotiation.tick(play.now_s)
         for rank in play.asked_where():
             if seconds < 60:
-                play.negotiation.program_line(rank, "train.py:7 in save", play.now_s)
+                play.negotiation.stall.program_line(rank, "train.py:7 in save")
     warnings = of_stalls(play)
     assert "rank 1 (node1), which is at train.py:7 in save" in warnings[0]
     assert "rank 1 (node1), which is at train.py:7 in save and has sent nothing for" in warnings[1]
@@ -644,14 +655,14 @@ def test_who_was_stopped_after_it_had_said_where_it_is_is_told_of_with_both():
 def test_the_end_of_a_wait_says_where_the_others_are():
     play = Play(2, warn_after_s=5.0, end_after_s=10.0)
     for rank in (0, 1):
-        play.negotiation.introduce(rank, 70 + rank)
+        play.negotiation.scene.pids[rank] = 70 + rank
     play.busy(0, "bucket 0 of optimizer 1", 0.0)
     said = []
     for _ in range(11):
         play.now_s += 1.0
         play.negotiation.tick(play.now_s)
         for rank in play.asked_where():
-            play.negotiation.program_line(rank, "train.py:7 in save", play.now_s)
+            play.negotiation.stall.program_line(rank, "train.py:7 in save")
         said += play.said()
     assert "rank 1 (node1, pid 71), which is at train.py:7 in save" in next(m[1] for _, m in said if m[0] == "end")
 
@@ -663,7 +674,7 @@ def test_of_a_join_too_it_is_told_where_the_others_are():
         play.now_s += 1.0
         play.negotiation.tick(play.now_s)
         for rank in play.asked_where():
-            play.negotiation.program_line(rank, "train.py:7 in save", play.now_s)
+            play.negotiation.stall.program_line(rank, "train.py:7 in save")
     (words,) = of_stalls(play)
     assert "Not joined: rank 1 (node1), which is at train.py:7 in save" in words
 
@@ -766,7 +777,7 @@ def test_a_stalled_operation_that_misses_other_ranks_than_the_first_says_which()
 
 def test_what_is_told_of_a_stall_names_processes_and_the_way_out():
     play = Play(2, warn_after_s=60.0, end_after_s=300.0)
-    play.negotiation.introduce(1, 4242)
+    play.negotiation.scene.pids[1] = 4242
     play.ask(0, "a")
     play.after(61.0)
     (words,) = of_stalls(play)
@@ -777,7 +788,7 @@ def test_what_is_told_of_a_stall_names_processes_and_the_way_out():
 def test_a_rank_that_hangs_in_what_all_have_begun_is_told_of_though_nothing_is_pending():
     play = Play(3, warn_after_s=5.0, end_after_s=10.0)
     for rank in range(3):
-        play.negotiation.heard(rank, 0.0)
+        play.negotiation.stall.heard(rank, 0.0)
         play.call(rank, "a")
     play.said()
     assert play.negotiation.is_idle
@@ -786,7 +797,7 @@ def test_a_rank_that_hangs_in_what_all_have_begun_is_told_of_though_nothing_is_p
     for _ in range(6):
         assert play.after(1.0) == []
         for rank in (0, 2):
-            play.negotiation.heard(rank, play.now_s)
+            play.negotiation.stall.heard(rank, play.now_s)
     (words,) = of_stalls(play)
     assert "ranks 0 (node1), 2 (node2) have waited 5 s in allreduce of 'a', for ranks that have not begun it" in words
     assert "rank 1 (node1), which is in allreduce of 'a' and has sent nothing for 5 s" in words
@@ -797,10 +808,10 @@ def test_a_rank_that_was_blocked_and_then_fell_silent_is_told_of_as_silent():
     play = Play(2, warn_after_s=20.0)
     for rank in range(2):
         play.busy(rank, "the bucket", 0.0)
-        play.negotiation.heard(rank, 0.0)
+        play.negotiation.stall.heard(rank, 0.0)
     for _ in range(21):
         play.after(1.0)
-        play.negotiation.heard(0, play.now_s)
+        play.negotiation.stall.heard(0, play.now_s)
     (words,) = of_stalls(play)
     assert "rank 0 (node1) has waited 20 s in the bucket" in words
     assert "rank 1 (node1), which waits in the bucket and has sent nothing for 20 s" in words
@@ -811,7 +822,7 @@ def test_an_operation_is_known_until_it_is_over_on_a_rank():
     for name in "ab":
         for rank in range(2):
             play.call(rank, name)
-    play.negotiation.over(1, 1)
+    play.negotiation.scene.over(1, 1)
     play.busy(0, "allreduce of 'b'", 0.0, is_operation=True)
     play.after(6.0)
     assert "rank 1 (node1), which is in allreduce of 'b'" in of_stalls(play)[0]
@@ -821,7 +832,7 @@ def test_where_all_are_in_what_takes_too_long_no_rank_is_blamed():
     play = Play(2, warn_after_s=5.0)
     for rank in range(2):
         play.busy(rank, "the bucket", 0.0)
-        play.negotiation.heard(rank, 6.0)
+        play.negotiation.stall.heard(rank, 6.0)
     play.after(6.0)
     (words,) = of_stalls(play)
     assert (
@@ -866,8 +877,8 @@ def test_a_join_that_others_never_come_to_is_told_of_and_ended_once_nobody_does_
 def play_of_join_with_an_optimizer(**stall: float) -> Play:
     """Rank 1 has joined, and takes part in the steps of the one optimizer without gradients."""
     play = Play(2, **stall)
-    play.negotiation.join(1, False, 0.0, [LivingOptimizers(0, None, (1,))])
-    play.negotiation.pinned(0, 0, 0, [1])
+    play.negotiation.join(1, False, 0.0, [LivingOptimizers(0, ALL[: play.size], (1,))])
+    play.negotiation.joined_steps.pinned(0, Pinned(0, 0, [1]))
     assert (1, ["sit_out", 0, [1]]) in play.said()
     return play
 
@@ -888,7 +899,7 @@ def test_a_join_is_no_stall_while_the_others_ask_for_operations_and_take_no_step
         play.after(1.0)
     assert of_stalls(play) == []
     # Nor right after it, before the rank has reported that it no longer waits there.
-    play.negotiation.join(0, False, play.now_s, [LivingOptimizers(0, None, (1,))])
+    play.negotiation.join(0, False, play.now_s, [LivingOptimizers(0, ALL[: play.size], (1,))])
     play.after(1.0)
     assert of_stalls(play) == []
     assert [message for _, message in play.said() if message[0] == "end"] == []
@@ -897,12 +908,12 @@ def test_a_join_is_no_stall_while_the_others_ask_for_operations_and_take_no_step
 def test_a_joined_rank_that_is_not_heard_of_any_more_is_what_the_others_wait_for():
     play = play_of_join_with_an_optimizer(warn_after_s=5.0)
     play.busy(1, "bucket 0 of optimizer 1", 0.0)
-    play.negotiation.heard(1, 0.0)
+    play.negotiation.stall.heard(1, 0.0)
     play.ask(0, "metric")
     play.said()
     play.busy(0, "allreduce of 'metric'", 0.0, is_operation=True)
     for _ in range(6):
-        play.negotiation.heard(0, play.now_s)
+        play.negotiation.stall.heard(0, play.now_s)
         play.after(1.0)
     (words,) = of_stalls(play)
     assert "rank 0 (node1) has waited" in words
@@ -934,7 +945,7 @@ class Counted(dict):
 @pytest.mark.parametrize("name", [None, "named"])
 def test_what_is_pending_is_not_looked_through_with_every_message(name):
     play = Play(2, warn_after_s=60.0)
-    play.negotiation._pending = counted = Counted()
+    play.negotiation.scene.pending = counted = Counted()
     for rank in range(2):
         for number in range(200):
             play.ask(rank, name and f"{name}{number}")
@@ -957,7 +968,7 @@ def test_many_that_are_refused_are_told_without_looking_at_each_other():
     play = Play(2)
     for number in range(300):
         play.ask(0, str(number))
-    play.negotiation._pending = counted = Counted(play.negotiation._pending)
+    play.negotiation.scene.pending = counted = Counted(play.negotiation.scene.pending)
     play.negotiation.end(1, False, 0.0)
     assert len(refusals(play.said())) == 1
     assert counted.looks <= 2

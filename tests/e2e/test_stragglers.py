@@ -15,7 +15,7 @@ PROGRAM = """
 import logging, sys, time
 import torch
 import hvdlite as hvd
-from hvdlite.calls import stragglers
+from hvdlite.coordinator import stragglers
 
 stragglers.WINDOW_S = 2.0  # a minute would be long
 phase, slow = sys.argv[1], int(sys.argv[2])
@@ -105,7 +105,7 @@ def test_in_each_trial_the_slow_rank_and_its_phase_are_named(launch, seed):
 SLOW_LINK = """
 import torch
 import hvdlite as hvd
-from hvdlite.calls import stragglers
+from hvdlite.coordinator import stragglers
 from hvdlite.control import pace_reports
 
 stragglers.WINDOW_S = 1.0

@@ -9,8 +9,8 @@ import time
 import torch
 
 import hvdlite as hvd
-from hvdlite.calls import stragglers
 from hvdlite.control import pace_reports
+from hvdlite.coordinator import stragglers
 
 pace_reports._READING_S, pace_reports._READINGS_PER_S = 0.0, 10**9  # a reading of each step
 STEPS = 30

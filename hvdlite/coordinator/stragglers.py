@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ..comm.step_clock import Phase, Reading
+from ..comm.step_clock import Phase, RankPace, Reading
 
 # How long a rank must have held up the others before a line names it; also the time that a `RankPace` is about.
 WINDOW_S = 60.0
@@ -33,35 +33,6 @@ _LOOKS = 5
 _MOST_READINGS = 256
 
 DATA, FORWARD, DATA_AND_FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "data and forward", "backward", "optimizer"
-
-
-@dataclass(frozen=True, slots=True)
-class RankPace:
-    """How long a rank took for its part of a step, in the last minute, and what that cost the other ranks.
-
-    ``seconds`` are of one step, by phase: "data" (all that is none of the others), "forward", "backward" and
-    "optimizer". They do not contain the time in which the rank waited for others, ``wait_s``. "forward" is the time in
-    calls of a `torch.nn.Module` with parameters, found by looking at the program about 40 times a second. On a GPU,
-    which the program runs ahead of, "data and forward" stands for the first two.
-
-    ``relative_score`` is the median of the other ranks' seconds, divided by this rank's: 1 is as fast as they are or
-    faster, 0.5 is half as fast. ``own_score`` compares with this rank's own best minute in the same way. ``cost`` is
-    the part of each step that the job would save if this rank were as fast as the median of the others. ``phase`` is
-    the one in which most of that is lost; None if ``cost`` is 0.
-    """
-
-    rank: int
-    host: str
-    seconds: Mapping[str, float]
-    wait_s: float
-    relative_score: float
-    own_score: float
-    cost: float
-    phase: str | None
-
-    def rounded(self) -> RankPace:
-        """Returns it with fewer digits, to be sent."""
-        return replace(self, seconds={name: round(value, 7) for name, value in self.seconds.items()})
 
 
 def paces_between(older: Mapping[int, Reading], newer: Mapping[int, Reading], hosts: Sequence[str]) -> list[RankPace]:
