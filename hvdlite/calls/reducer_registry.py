@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Protocol
 from weakref import ref
 
@@ -84,7 +84,7 @@ class ReducerRegistry:
         self._on_the_way: list[Opens] = []
         self._opening = threading.RLock()
         # The reducers of each group, by the group's label.
-        self._groups: dict[str, _Members] = {}
+        self._groups: dict[str, Reducers] = {}
         self._adding = threading.Lock()
         self.steps: dict[str, int] = {}
         """How many steps each optimizer has taken, by its name; also of those that are garbage by now."""
@@ -93,12 +93,10 @@ class ReducerRegistry:
         # pending for long.
         self.stepped_backwards: deque[int] = deque(maxlen=64)
 
-    def take_number(self, group: Group, earlier: int | None = None) -> int:
-        """Returns a number for one more optimizer: the next one, or that of an ``earlier`` world if it is free here.
-
-        Never blocks. The number is the same on all ranks if they make their optimizers in the same order.
-        """
-        return self._members_of(group).take_number(earlier)
+    def of(self, group: Group) -> Reducers:
+        """Returns the reducers of this group."""
+        with self._adding:
+            return self._groups.setdefault(group.label, Reducers(group))
 
     def open_later(self, opening: Opens) -> None:
         """Has the engine opened when that of any optimizer is first needed; never blocks."""
@@ -121,18 +119,6 @@ class ReducerRegistry:
             self._on_the_way = [opening for opening in self._on_the_way if not opening.is_settled()]
             return list(self._on_the_way)
 
-    def enter(self, group: Group, number: int, member: SitsOut) -> None:
-        """Allows the reducer to be pinned from now on.
-
-        Every rank of the group must call it before the engine is opened: a rank that has opened it and joins must find
-        the reducer on all other ranks.
-        """
-        self._members_of(group).enter(number, member)
-
-    def pin(self, group: Group) -> dict[int, SitsOut]:
-        """Pins the group's reducers that are alive and not closed; returns them by number."""
-        return self._members_of(group).pin()
-
     def progress(self) -> list[StepStatus]:
         """Returns how far each optimizer is that lives in this process. Any thread may call it."""
         return [member.progress() for member in self._living()]
@@ -153,13 +139,6 @@ class ReducerRegistry:
             groups = list(self._groups.values())
         return (member for group in groups for member in group.living())
 
-    def only_one_thread(self, group: Group, what: str) -> AbstractContextManager[None]:
-        """Guards the making of a reducer: its number follows from the order of these calls alone.
-
-        Entering raises a RuntimeError while another thread of this rank is inside for the same group.
-        """
-        return self._members_of(group).making.only(what)
-
     def forget(self, group: Group) -> None:
         """Removes a group that has been closed."""
         with self._adding:
@@ -167,22 +146,24 @@ class ReducerRegistry:
         with self._opening:
             self._unopened = [each for each in self._unopened if each.ranks is not group]
 
-    def _members_of(self, group: Group) -> _Members:
-        with self._adding:
-            return self._groups.setdefault(group.label, _Members(group.size))
 
-
-class _Members:
+class Reducers:
     """The reducers of one group."""
 
-    def __init__(self, size: int) -> None:
-        self.making = OneThread(size)
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        # Guards the making of a reducer: its number follows from the order of these calls alone.
+        self.making = OneThread(group.size)
         self._entering = threading.Lock()
         self._claimed: set[int] = set()
         # Replaced as a whole at each change: `pin` reads it on another thread without the lock.
         self._known: tuple[tuple[int, ref[SitsOut]], ...] = ()
 
-    def take_number(self, earlier: int | None) -> int:
+    def take_number(self, earlier: int | None = None) -> int:
+        """Returns a number for one more optimizer: the next one, or that of an ``earlier`` world if it is free here.
+
+        Never blocks. The number is the same on all ranks if they make their optimizers in the same order.
+        """
         with self._entering:
             number = earlier
             if number is None or number in self._claimed:
@@ -191,6 +172,11 @@ class _Members:
             return number
 
     def enter(self, number: int, member: SitsOut) -> None:
+        """Allows the reducer to be pinned from now on.
+
+        Every rank of the group must call it before the engine is opened: a rank that has opened it and joins must find
+        the reducer on all other ranks.
+        """
         with self._entering:
             kept = [(number, known) for number, known in self._known if known() is not None]
             self._known = (*kept, (number, ref(member)))
@@ -206,6 +192,7 @@ class _Members:
                 yield member
 
     def pin(self) -> dict[int, SitsOut]:
+        """Pins those that are alive and not closed; returns them by number."""
         pinned = {}
         for number, known in self._known:
             member = known()
@@ -215,7 +202,7 @@ class _Members:
 
 
 def unpin(pinned: Mapping[int, SitsOut]) -> None:
-    """Unpins what `ReducerRegistry.pin` has returned."""
+    """Unpins what `Reducers.pin` has returned."""
     for member in pinned.values():
         member.unpin()
 

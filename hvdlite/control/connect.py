@@ -56,7 +56,9 @@ def make_controller(
     if group.size == 1:
         return UncheckedController(1, generation.recorder)
     if group.rank == 0:
-        client, early = _lead(group, generation, nodes, _rules(environment, init_timeout), environment)
+        warning_s = environment.stall_warning_s if environment.stall_check else None
+        stall = StallRules(warning_s, environment.stall_shutdown_s, init_timeout.timeout.total_seconds())
+        client, early = _lead(group, generation, nodes, stall, environment)
     else:
         mailbox, welcome, early = _reach(_exchange_address(group, None), group, init_timeout.left())
         try:
@@ -73,11 +75,6 @@ def make_controller(
         raise
     # Even where nothing is negotiated, the client learns which ranks have ended.
     return client if environment.check else UncheckedController(group.size, generation.recorder, client)
-
-
-def _rules(environment: Environment, init_timeout: InitTimeout) -> StallRules:
-    warning_s = environment.stall_warning_s if environment.stall_check else None
-    return StallRules(warning_s, environment.stall_shutdown_s, init_timeout.timeout.total_seconds())
 
 
 def _lead(

@@ -73,7 +73,7 @@ class Joins:
                 raise RuntimeError(
                     "hvd.join() was called before on this rank, and not all ranks have joined yet: call it once"
                 )
-            pinned = {group.set_id: self._reducers.pin(group) for group in groups}
+            pinned = {group.set_id: self._reducers.of(group).pin() for group in groups}
             self._joining = _Joining(handle, stand_in, sit_out, pinned)
         return tuple(
             LivingOptimizers(each.set_id, each.ranks if each.set_id else (), tuple(pinned[each.set_id]))
@@ -113,7 +113,7 @@ class Joins:
     def pin(self, set_id: int) -> tuple[int, ...]:
         """Keeps this rank's living optimizers for another rank's join; returns their numbers. Never blocks."""
         group = self._groups.get(set_id)
-        pinned = {} if group is None else self._reducers.pin(group)
+        pinned = {} if group is None else self._reducers.of(group).pin()
         self._pinned[set_id] = pinned
         return tuple(pinned)
 

@@ -11,10 +11,9 @@ of the ranks belong together: a call while another thread is in one of the same 
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
 
 from .. import forks
-from ..calls.controller import SitOut, StandIn
+from ..calls.controller import Controller, SitOut, StandIn
 from ..calls.handle import Handle
 from ..calls.mismatch import words_of_difference
 from ..calls.operation import OPTIMIZER, Execution, Operation
@@ -30,19 +29,11 @@ _WAY_OUT_OF_FIRST_STEP = (
 )
 
 
-class Client(Protocol):
-    """The client that receives the ends of other ranks; the controller closes it."""
-
-    def stragglers(self) -> tuple[RankPace, ...]: ...
-
-    def close(self) -> None: ...
-
-
 class UncheckedController:
     """A controller that trusts the program."""
 
-    def __init__(self, size: int, recorder: Recorder, client: Client | None = None) -> None:
-        """``client`` receives the ends of other ranks, if there are others."""
+    def __init__(self, size: int, recorder: Recorder, client: Controller | None = None) -> None:
+        """``client`` receives the ends of other ranks, if there are others, and is closed with this controller."""
         self._size = size
         self._recorder = recorder
         self._client = client

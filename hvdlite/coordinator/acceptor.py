@@ -16,6 +16,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..calls.handshake import HELLO_BYTES, PROOF_BYTES, HandshakeServer
 from ..log import log
@@ -30,14 +31,14 @@ _BACK_OFF_S = 0.5
 _MOST_LINES = 5
 
 
+@dataclass(slots=True, eq=False)
 class _Visitor:
     """A connection that has not authenticated yet."""
 
-    def __init__(self, connection: socket.socket, since_s: float) -> None:
-        self.connection = connection
-        self.since_s = since_s
-        self.received = b""
-        self.answerer: HandshakeServer | None = None
+    connection: socket.socket
+    since_s: float
+    received: bytes = b""
+    answerer: HandshakeServer | None = None
 
     @property
     def missing(self) -> int:

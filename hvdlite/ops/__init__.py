@@ -7,6 +7,6 @@ The public collectives and their implementation, `join`, and batch normalization
 
 Modules import only what stands before them:
 
-    sendable < adasum < reduction < failures < packing < base < rows < allgather_reducescatter < alltoall < allreduce
+    sendable < rows < adasum < reduction < failures < packing < base < allgather_reducescatter < alltoall < allreduce
         < broadcast < typed_values < api < join < batch_norm
 """

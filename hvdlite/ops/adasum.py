@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..comm.flat_bytes import as_bytes, pieces_of
 from ..comm.group import Group
+from .rows import spread
 
 # Most elements of a slice that are held in float64 at a time.
 _CHUNK_NUMEL = 2**20
@@ -37,7 +38,7 @@ def adasum_all_reduce(group: Group, flat: Tensor, segments: Sequence[int], what:
     assert sum(segments) == flat.numel(), "segments cover the tensor"
     if group.size == 1 or flat.numel() == 0:
         return
-    counts = _even(flat.numel(), group.size)
+    counts = spread(flat.numel(), group.size)
     item_bytes = flat.element_size()
     mine = counts[group.rank]
     parts = group.all_to_all(
@@ -56,10 +57,6 @@ def adasum_all_reduce(group: Group, flat: Tensor, segments: Sequence[int], what:
     gathered = group.all_gather(own, what, [count * item_bytes for count in counts])
     for place, part in zip(pieces_of(flat, counts), gathered, strict=True):
         place.copy_(part.view(flat.dtype))
-
-
-def _even(numel: int, size: int) -> list[int]:
-    return [numel // size + (rank < numel % size) for rank in range(size)]
 
 
 def _overlaps(segments: Sequence[int], first: int, count: int) -> list[tuple[int, int, int]]:

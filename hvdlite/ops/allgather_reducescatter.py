@@ -11,6 +11,7 @@ rows, and `reduction` sums the tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -21,25 +22,23 @@ from ..calls.operation import (
     GROUPED_REDUCESCATTER,
     REDUCESCATTER,
     Execution,
-    Kind,
 )
 from ..comm.flat_bytes import flat_of, fused, own_memory, pieces_of
 from ..comm.reduce_op import Average, Sum
 from ..compression.custom import CustomCompression
 from ..errors import UnsupportedError
-from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import group_of
 from .base import Collective
 from .packing import reduce_scatter_packed
 from .reduction import Reduction
-from .rows import gather_rows, row_count
+from .rows import gather_rows, row_count, spread
 
 
 class Allgather(Collective):
     """The tensors of all ranks, joined along the first dimension; a scalar counts as one row."""
 
-    def __init__(self, kind: Kind, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> None:
-        super().__init__(kind, tensors, name, process_set)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._shapes = [tensor.shape for tensor in self.sources]
         # By tensor and rank; set by `run`.
         self._rows: list[list[int]] = []
@@ -57,27 +56,24 @@ class Allgather(Collective):
     def gradient(self, grads: Mapping[int, Tensor]) -> Sequence[Tensor]:
         kind = GROUPED_REDUCESCATTER if self.kind.is_grouped else REDUCESCATTER
         mine, rows = list(grads.values()), [self._rows[number] for number in grads]
-        backward = Reducescatter(kind, mine, Reduction(Average), self.gradient_name(), self.process_set, rows)
+        backward = Reducescatter(kind, mine, self.gradient_name(), self.process_set, Reduction(Average), rows)
         parts = backward.differentiable()
         return [part.reshape(self._shapes[number]) for number, part in zip(grads, parts, strict=True)]
 
 
+@dataclass(eq=False)
 class Reducescatter(Collective):
-    """This rank's rows of the sum or average of all ranks' tensors, computed by a `Reduction`."""
+    """This rank's rows of the sum or average of all ranks' tensors, computed by a `Reduction`.
 
-    def __init__(
-        self,
-        kind: Kind,
-        tensors: Sequence[Tensor],
-        reduction: Reduction,
-        name: str | None,
-        process_set: ProcessSet,
-        rows: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        """``rows`` are the row counts by tensor and rank; None spreads the rows evenly."""
-        super().__init__(kind, tensors, name, process_set)
-        self._reduction = reduction
-        self._rows = rows
+    ``rows`` are the row counts by tensor and rank; None spreads the rows evenly.
+    """
+
+    reduction: Reduction
+    rows: Sequence[Sequence[int]] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        reduction = self.reduction
         if reduction.op not in (Average, Sum):
             # Horovod's words.
             raise UnsupportedError(
@@ -91,13 +87,13 @@ class Reducescatter(Collective):
                 )
 
     def same(self) -> Mapping[str, Any]:
-        rows = {} if self._rows is None else {"rows": [list(counts) for counts in self._rows]}
-        return {**self.signature(), **self._reduction.same(), **rows}
+        rows = {} if self.rows is None else {"rows": [list(counts) for counts in self.rows]}
+        return {**self.signature(), **self.reduction.same(), **rows}
 
     def run(self, execution: Execution) -> Any:
-        reduction, sources, group = self._reduction, self.sources, execution.group
+        reduction, sources, group = self.reduction, self.sources, execution.group
         reduction.warn_of_averaged_integers(sources, execution.divisor, group, execution.what)
-        rows = self._rows if self._rows is not None else [_spread(len(source), group.size) for source in sources]
+        rows = self.rows if self.rows is not None else [spread(len(source), group.size) for source in sources]
         if isinstance(reduction.compression, CustomCompression):
             copies = [flat_of([source]).view(source.shape) for source in sources]
             return self.result(reduce_scatter_packed(group, reduction, copies, rows, execution.divisor, execution.what))
@@ -113,15 +109,10 @@ class Reducescatter(Collective):
 
     def gradient(self, grads: Mapping[int, Tensor]) -> Sequence[Tensor]:
         kind = GROUPED_ALLGATHER if self.kind.is_grouped else ALLGATHER
-        reduction = self._reduction
+        reduction = self.reduction
         factor = reduction.prescale_factor * reduction.postscale_factor
         if reduction.op is Sum:
             factor *= group_of(self.process_set).size
         wires = [grad.to(reduction.wire_dtype(grad)) * factor for grad in grads.values()]
         gathered = Allgather(kind, wires, self.gradient_name(), self.process_set).differentiable()
         return [result.to(grad.dtype) for result, grad in zip(gathered, grads.values(), strict=True)]
-
-
-def _spread(count: int, size: int) -> list[int]:
-    """The number of rows of each rank: if they do not divide evenly, the first ranks get one more."""
-    return [count // size + (rank < count % size) for rank in range(size)]

@@ -9,6 +9,7 @@ All-reduce of one tensor, of a group of tensors and of sparse tensors; and the p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,35 +29,28 @@ from .rows import gather_rows
 from .sendable import check_sendable, check_writable
 
 
+@dataclass(eq=False)
 class Allreduce(Collective):
     """Combines the tensors of all ranks by a `Reduction`; with ``in_place``, into the given tensors."""
 
-    def __init__(
-        self,
-        kind: Kind,
-        tensors: Sequence[Tensor],
-        reduction: Reduction,
-        name: str | None,
-        process_set: ProcessSet,
-        *,
-        in_place: bool = False,
-    ) -> None:
-        super().__init__(kind, tensors, name, process_set)
-        self._reduction = reduction
-        self._in_place = in_place
+    reduction: Reduction
+    in_place: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for source in self.sources:
-            reduction.check_dtype(source, self.what)
-            if in_place:
+            self.reduction.check_dtype(source, self.what)
+            if self.in_place:
                 check_writable(source, self.what)
 
     def same(self) -> Mapping[str, Any]:
-        return {**self.signature(), **self._reduction.same()}
+        return {**self.signature(), **self.reduction.same()}
 
     def own(self) -> str | None:
-        return self._reduction.own()
+        return self.reduction.own()
 
     def run(self, execution: Execution) -> Any:
-        reduction, sources, in_place = self._reduction, self.sources, self._in_place
+        reduction, sources, in_place = self.reduction, self.sources, self.in_place
         _check_stand_ins(reduction, execution)
         reduction.warn_of_averaged_integers(sources, execution.divisor, execution.group, execution.what)
         if isinstance(reduction.compression, CustomCompression):
@@ -85,7 +79,7 @@ class Allreduce(Collective):
 
     def gradient(self, grads: Mapping[int, Tensor]) -> Sequence[Tensor]:
         mine = list(grads.values())
-        backward = Allreduce(self.kind, mine, self._reduction, self.gradient_name(), self.process_set)
+        backward = Allreduce(self.kind, mine, self.gradient_name(), self.process_set, self.reduction)
         return backward.differentiable()
 
 

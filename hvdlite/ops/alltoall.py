@@ -8,6 +8,7 @@ sent as bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,25 +27,20 @@ from .sendable import check_sendable
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+@dataclass(eq=False)
 class Alltoall(Collective):
-    """Sends each rank the rows of a tensor that are for it.
+    """Sends each rank the rows of a tensor that are for it: ``splits`` are their numbers.
 
-    The result is the rows received from all ranks, in rank order, and the number of rows from each rank.
+    The result is the rows received from all ranks, in rank order, and the number of rows from each rank, as a tensor on
+    the device ``answer_on``.
     """
 
-    def __init__(
-        self,
-        tensor: Tensor,
-        splits: Sequence[int],
-        name: str | None,
-        process_set: ProcessSet,
-        answer_on: torch.device | str = "cpu",
-    ) -> None:
-        """``splits`` are the rows for each rank; ``answer_on`` is the device of the tensor of received row counts."""
-        super().__init__(ALLTOALL, [tensor], name, process_set)
-        self._answer_on = answer_on
-        self._splits = list(splits)
-        self._kept_rows = len(tensor) - sum(splits)
+    splits: list[int]
+    answer_on: torch.device | str = "cpu"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._kept_rows = len(self.sources[0]) - sum(self.splits)
         # By rank; set by `run`.
         self._received: list[int] = []
 
@@ -52,20 +48,20 @@ class Alltoall(Collective):
         return self.signature(any_rows=True)
 
     def own(self) -> list[int]:
-        return self._splits
+        return self.splits
 
     def run(self, execution: Execution) -> tuple[Tensor, Tensor]:
         (tensor,) = self.sources
         self._received = [own[execution.group.rank] for own in execution.owns]
         nbytes = row_bytes(tensor)
-        sent = [count * nbytes for count in self._splits]
+        sent = [count * nbytes for count in self.splits]
         received = [count * nbytes for count in self._received]
-        rows = as_bytes(plain(tensor[: sum(self._splits)]))
+        rows = as_bytes(plain(tensor[: sum(self.splits)]))
         output = join_rows(execution.group.all_to_all(rows, sent, received, execution.what), tensor, self._received)
-        return output, torch.tensor(self._received, dtype=torch.int32, device=self._answer_on)
+        return output, torch.tensor(self._received, dtype=torch.int32, device=self.answer_on)
 
     def gradient(self, grads: Mapping[int, Tensor]) -> Sequence[Tensor]:
-        backward = Alltoall(grads[0], self._received, self.gradient_name(), self.process_set)
+        backward = Alltoall(ALLTOALL, [grads[0]], self.gradient_name(), self.process_set, self._received)
         result, _ = backward.differentiable()
         if self._kept_rows:
             result = torch.cat([result, result.new_zeros(self._kept_rows, *result.shape[1:])])

@@ -225,7 +225,7 @@ def _allreduce(
         # The results are the given tensors, including those of subclasses.
         members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     reduction = make_reduction(what, average, op, prescale_factor, postscale_factor, compression)
-    return Allreduce(kind, members, reduction, name, process_set, in_place=in_place)
+    return Allreduce(kind, members, name, process_set, reduction, in_place)
 
 
 def reducescatter(
@@ -302,7 +302,7 @@ def _reducescatter(
     what = title(kind, name)
     members = check_tensors(kind, tensors, what)
     reduction = make_reduction(what, None, op, prescale_factor, postscale_factor, compression)
-    return Reducescatter(kind, members, reduction, name, process_set)
+    return Reducescatter(kind, members, name, process_set, reduction)
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
@@ -374,7 +374,7 @@ def _broadcast(
     tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
 ) -> Broadcast:
     (member,) = check_tensors(BROADCAST, tensor, title(BROADCAST, name))
-    return Broadcast(tensor if in_place else member, root_rank, name, process_set, in_place=in_place)
+    return Broadcast(BROADCAST, [tensor if in_place else member], name, process_set, root_rank, in_place)
 
 
 def alltoall(
@@ -410,7 +410,7 @@ def _alltoall(
     (member,) = check_tensors(ALLTOALL, tensor, what)
     counts = check_splits(member, splits, process_set, what)
     answer_on = splits.device if isinstance(splits, Tensor) else "cpu"
-    return Alltoall(member, counts, name, process_set, answer_on)
+    return Alltoall(ALLTOALL, [member], name, process_set, counts, answer_on)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -31,7 +31,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,18 +48,22 @@ from ..values import shown
 from .sendable import check_is_outside, check_sendable, plain_tensor
 
 
+@dataclass(eq=False)
 class Collective(ABC):
-    """An operation on one tensor, or on several at a time, as one rank requests it."""
+    """An operation on one tensor, or on several at a time, as one rank requests it.
 
-    def __init__(self, kind: Kind, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> None:
-        """``tensors`` have passed `check_sendable`; there is exactly one unless the kind is grouped."""
-        self.kind = kind
-        self.name = name
-        self.process_set = process_set
-        self.what = title(kind, name)
-        self.inputs = list(tensors)
-        # Plain tensors that share the memory of the given ones.
-        self.sources = [plain_tensor(tensor) for tensor in tensors]
+    ``inputs`` have passed `check_sendable`; there is exactly one unless the kind is grouped. ``sources`` are plain
+    tensors that share their memory.
+    """
+
+    kind: Kind
+    inputs: Sequence[Tensor]
+    name: str | None
+    process_set: ProcessSet
+
+    def __post_init__(self) -> None:
+        self.what = title(self.kind, self.name)
+        self.sources = [plain_tensor(tensor) for tensor in self.inputs]
 
     @abstractmethod
     def same(self) -> Mapping[str, Any]:

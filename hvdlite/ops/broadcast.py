@@ -28,7 +28,6 @@ from torch import Tensor
 from ..calls.operation import (
     ALLGATHER_OBJECT,
     ALLREDUCE,
-    BROADCAST,
     BROADCAST_OBJECT,
     BROADCAST_PARAMETERS,
     Execution,
@@ -62,49 +61,46 @@ Params = Mapping[str, Any] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 Dumps = Callable[[Any, type[pickle.Pickler]], bytes]
 
 
+@dataclass(eq=False)
 class Broadcast(Collective):
     """The root's tensor on all ranks, where the root is a global rank; with ``in_place``, into the given tensor."""
 
-    def __init__(
-        self, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
-    ) -> None:
-        super().__init__(BROADCAST, [tensor], name, process_set)
+    root_rank: int
+    in_place: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # The given tensor if it is to be overwritten; it may be of a subclass.
-        self._target = tensor if in_place else None
-        group = group_of(process_set, self.what)
-        self._root_rank = root_rank
-        self._root = group.group_rank_of_root(root_rank, self.what)
-        if in_place:
-            check_writable(tensor, self.what)
+        self._target = self.inputs[0] if self.in_place else None
+        self._root = group_of(self.process_set, self.what).group_rank_of_root(self.root_rank, self.what)
+        if self.in_place:
+            check_writable(self.inputs[0], self.what)
 
     def same(self) -> Mapping[str, Any]:
         return {**self.signature(), "root_rank": group_of(self.process_set).ranks[self._root]}
 
     def run(self, execution: Execution) -> Tensor:
         (source,), target = self.sources, self._target
+        group, is_root = execution.group, execution.group.rank == self._root
         if source.numel() == 0:
             return torch.empty_like(source) if target is None else target
-        if target is not None and is_plain(source):
-            execution.group.broadcast(source, self._root, execution.what).wait()
-            mark_written([source])
+        if target is not None:
+            _broadcast_alone(source, self._root, group, execution.what)
+            if is_root and is_plain(source):
+                mark_written([source])
             return target
-        is_root = execution.group.rank == self._root
         wire = plain(source) if is_root else torch.empty(source.shape, dtype=source.dtype, device=source.device)
-        if is_root and target is None and wire.data_ptr() == source.data_ptr():
+        if is_root and wire.data_ptr() == source.data_ptr():
             wire = wire.clone()
-        execution.group.broadcast(wire, self._root, execution.what).wait()
-        if target is None:
-            return wire
-        if not is_root:
-            source.copy_(wire)
-        return target
+        group.broadcast(wire, self._root, execution.what).wait()
+        return wire
 
     def gradient(self, grads: Mapping[int, Tensor]) -> Sequence[Tensor]:
         mine = list(grads.values())
-        backward = Allreduce(ALLREDUCE, mine, Reduction(Average), self.gradient_name(), self.process_set)
+        backward = Allreduce(ALLREDUCE, mine, self.gradient_name(), self.process_set, Reduction(Average))
         (average,) = backward.differentiable()
         group = group_of(self.process_set)
-        if group.rank != group.group_rank_of_root(self._root_rank, self.what):
+        if group.rank != group.group_rank_of_root(self.root_rank, self.what):
             # Not fresh zeros, which have no graph: every rank must go through here in a second backward pass.
             average = average.masked_fill(torch.ones((), dtype=torch.bool, device=average.device), 0)
         return [average]

@@ -3,8 +3,8 @@ Gathers rows of tensors: each rank has some rows, of the same shape and dtype, a
 
     tensors of one device ── one buffer of bytes ── all-gather ── each tensor's rows, joined in rank order
 
-`allreduce` (for sparse tensors), `allgather_reducescatter`, `alltoall` and `optim` use it. The callers know how many
-rows each rank has. Any dtype works, since the rows are sent as bytes.
+`allreduce` (for sparse tensors), `allgather_reducescatter`, `alltoall`, `adasum` and `exchanges` use it. The callers
+know how many rows each rank has. Any dtype works, since the rows are sent as bytes.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ class RowGather:
             join_rows([row[place] for row in pieces], tensor, rows)
             for place, (tensor, rows) in enumerate(zip(self._tensors, self._rows, strict=True))
         ]
+
+
+def spread(count: int, size: int) -> list[int]:
+    """The number of rows, or elements, of each rank: if they do not divide evenly, the first ranks get one more."""
+    return [count // size + (rank < count % size) for rank in range(size)]
 
 
 def row_count(tensor: Tensor) -> int:

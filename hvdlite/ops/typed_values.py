@@ -50,9 +50,9 @@ class ValueEncoder:
         kind = type(value)
         if value is None or kind is bool or kind is str or (kind is int and abs(value) <= _MOST):
             return value
-        if kind in _ATOMS:
-            name, to_json = _ATOMS[kind]
-            return [name, to_json(value)]
+        if kind in _NAME_OF:
+            name = _NAME_OF[kind]
+            return [name, _ATOMS[name][1](value)]
         if isinstance(value, Tensor) and (reference := self._refer(value)) is not None:
             return ["tensor", reference]
         if kind is tuple or kind is frozenset:
@@ -122,8 +122,8 @@ class ValueDecoder:
         if not isinstance(encoded, list):
             return encoded
         kind, *rest = encoded
-        if kind in _READ:
-            return _READ[kind](rest[0])
+        if kind in _ATOMS:
+            return _ATOMS[kind][2](rest[0])
         if kind in _FIXED:
             return _FIXED[kind](self.decode(each) for each in rest[0])
         if kind in _EMPTY:
@@ -171,28 +171,26 @@ def _float(bits: str) -> float:
     return value
 
 
-# By type: the name, and the conversion to JSON.
-_ATOMS: dict[type, tuple[str, Callable[[Any], Any]]] = {
-    int: ("int", hex),
-    float: ("float", _bits),
-    complex: ("complex", lambda value: [_bits(value.real), _bits(value.imag)]),
-    bytes: ("bytes", bytes.hex),
-    range: ("range", lambda value: [hex(each) for each in (value.start, value.stop, value.step)]),
-    torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch.")),
-    torch.device: ("device", str),
-    torch.Size: ("size", list),
+# By name: the type, and the conversions to JSON and back.
+_ATOMS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "int": (int, hex, lambda text: int(text, 16)),
+    "float": (float, _bits, _float),
+    "complex": (
+        complex,
+        lambda value: [_bits(value.real), _bits(value.imag)],
+        lambda parts: complex(*map(_float, parts)),
+    ),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "range": (
+        range,
+        lambda value: [hex(each) for each in (value.start, value.stop, value.step)],
+        lambda parts: range(*(int(each, 16) for each in parts)),
+    ),
+    "dtype": (torch.dtype, lambda value: str(value).removeprefix("torch."), lambda name: getattr(torch, name)),
+    "device": (torch.device, str, torch.device),
+    "size": (torch.Size, list, torch.Size),
 }
-
-_READ: dict[str, Callable[[Any], Any]] = {
-    "int": lambda text: int(text, 16),
-    "float": _float,
-    "complex": lambda parts: complex(*map(_float, parts)),
-    "bytes": bytes.fromhex,
-    "range": lambda parts: range(*(int(each, 16) for each in parts)),
-    "dtype": lambda name: getattr(torch, name),
-    "device": torch.device,
-    "size": torch.Size,
-}
+_NAME_OF = {of: name for name, (of, _, _) in _ATOMS.items()}
 
 _FIXED: dict[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple, "frozenset": frozenset}
 

@@ -150,7 +150,7 @@ class Opening:
         require_same_model(among, self._description)
         member = self._member()
         if member is not None:
-            self._registry.enter(self.ranks, self.number, member)
+            self._registry.of(self.ranks).enter(self.number, member)
         group = self.ranks.duplicate()
         try:
             with nullcontext() if plan.device is None else torch.cuda.device(plan.device):

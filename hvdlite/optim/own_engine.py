@@ -128,11 +128,11 @@ class OwnEngine:
 
     def only_one_thread(self) -> AbstractContextManager[None]:
         """A context that raises RuntimeError if two threads construct optimizers for these ranks at once."""
-        return self._registry.only_one_thread(self.ranks, OPTIMIZER.name)
+        return self._registry.of(self.ranks).making.only(OPTIMIZER.name)
 
     def take_number(self) -> None:
         """Takes a number among the optimizers of these ranks. Every rank must call it; it does not wait for them."""
-        self.number = self._registry.take_number(self.ranks, self.number)
+        self.number = self._registry.of(self.ranks).take_number(self.number)
         description, plan = self._uncompared.pop(0), self._user.engine_plan()
         self._opening = Opening(self.ranks, self._registry, self.number, self, self._submit, description, plan)
         self._registry.open_later(self._opening)

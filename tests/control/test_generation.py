@@ -52,6 +52,6 @@ def test_the_numbers_of_optimizers_are_counted_for_each_process_set_alone():
         for optimizer in made:
             optimizer.step()
         groups = [process_set.membership().group for process_set in (hvd.global_process_set, few)]
-        return [list(reducers.pin(group)) for group in groups if group is not None]
+        return [list(reducers.of(group).pin()) for group in groups if group is not None]
 
     assert run_worlds(3, rank) == [[[1, 2], [1]], [[1, 2], [1]], [[1, 2]]]

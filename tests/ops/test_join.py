@@ -12,7 +12,7 @@ from torch import nn
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
-from hvdlite.calls.reducer_registry import ReducerRegistry, SitsOut
+from hvdlite.calls.reducer_registry import Reducers, SitsOut
 from hvdlite.comm import deferred_close
 from hvdlite.comm.group import Group
 from hvdlite.optim.reducer import Reducer
@@ -282,14 +282,14 @@ def test_gradients_on_their_way_in_an_optimizer_that_is_closed_meanwhile_bring_t
 
 def test_a_join_that_is_over_keeps_no_optimizer_also_where_it_has_failed(monkeypatch):
     failed, looked = threading.Barrier(3), threading.Barrier(3)
-    pin, has_failed = ReducerRegistry.pin, threading.Event()
+    pin, has_failed = Reducers.pin, threading.Event()
 
-    def pin_late(reducers: ReducerRegistry, group: Group) -> dict[int, SitsOut]:
+    def pin_late(reducers: Reducers) -> dict[int, SitsOut]:
         if threading.current_thread().name == "hvdlite-listener":
             has_failed.wait()
-        return pin(reducers, group)
+        return pin(reducers)
 
-    monkeypatch.setattr(ReducerRegistry, "pin", pin_late)
+    monkeypatch.setattr(Reducers, "pin", pin_late)
 
     def rank(own: int) -> tuple[list[int], bool]:
         param, optimizer = wrap(torch.zeros(2))
@@ -375,7 +375,7 @@ def test_an_optimizer_is_known_to_the_others_before_any_of_them_is_through_with_
     # The last moment at which a rank can be asked while it makes an optimizer: its engine is open.
     joined = threading.Event()
     asked = threading.Event()
-    duplicate, pin = Group.duplicate, ReducerRegistry.pin
+    duplicate, pin = Group.duplicate, Reducers.pin
 
     def duplicate_slowly(group: Group) -> Group:
         made = duplicate(group)
@@ -383,8 +383,8 @@ def test_an_optimizer_is_known_to_the_others_before_any_of_them_is_through_with_
             asked.wait()
         return made
 
-    def pin_and_tell(reducers: ReducerRegistry, group: Group) -> dict:
-        pinned = pin(reducers, group)
+    def pin_and_tell(reducers: Reducers) -> dict:
+        pinned = pin(reducers)
         if joined.is_set():
             asked.set()
         return pinned
@@ -401,21 +401,21 @@ def test_an_optimizer_is_known_to_the_others_before_any_of_them_is_through_with_
         return hvd.join(), param[0].item()
 
     monkeypatch.setattr(Group, "duplicate", duplicate_slowly)
-    monkeypatch.setattr(ReducerRegistry, "pin", pin_and_tell)
+    monkeypatch.setattr(Reducers, "pin", pin_and_tell)
     assert run_worlds(2, rank) == [(1, 0.0), (1, -0.5)]
 
 
 def test_two_threads_that_make_optimizers_at_once_are_an_error_that_names_both(monkeypatch):
     inside, refused = threading.Event(), threading.Event()
-    take_number = ReducerRegistry.take_number
+    take_number = Reducers.take_number
 
-    def take_number_slowly(reducers: ReducerRegistry, group: Group, *arguments) -> int:
-        if group.rank == 0:
+    def take_number_slowly(reducers: Reducers, *arguments) -> int:
+        if reducers.group.rank == 0:
             inside.set()
             refused.wait()
-        return take_number(reducers, group, *arguments)
+        return take_number(reducers, *arguments)
 
-    monkeypatch.setattr(ReducerRegistry, "take_number", take_number_slowly)
+    monkeypatch.setattr(Reducers, "take_number", take_number_slowly)
 
     def rank(own: int) -> str:
         told = []

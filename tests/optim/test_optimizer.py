@@ -17,7 +17,7 @@ from torch import nn
 from training import take_steps, wrap
 
 import hvdlite as hvd
-from hvdlite.calls.reducer_registry import ReducerRegistry
+from hvdlite.calls.reducer_registry import Reducers
 from hvdlite.comm import deferred_close
 from hvdlite.comm.group import Group
 
@@ -830,7 +830,7 @@ def test_an_optimizer_that_could_not_be_made_leaves_no_hook_behind(monkeypatch):
     def fail(*_: object) -> int:
         raise RuntimeError("no number")
 
-    monkeypatch.setattr(ReducerRegistry, "take_number", fail)
+    monkeypatch.setattr(Reducers, "take_number", fail)
     params = [weight() for _ in range(2)]
     for outcome in attempt_ranks(2, lambda group: wrap(group, [params[group.rank]])):
         assert str(outcome) == "no number"
