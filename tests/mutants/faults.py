@@ -103,14 +103,14 @@ _CONTROL = [
         "hvdlite/control/heartbeat.py",
         "bool(told) and len(told) == len(blocked) and",
         "bool(told) and",
-        ("tests/control/test_connections.py::test_a_rank_is_stuck_only_where_all_that_it_waits_for_is_told",),
+        ("tests/control/test_heartbeat.py::test_a_rank_is_stuck_only_where_all_that_it_waits_for_is_told",),
     ),
     Mutant(
         "the time in which this process was stopped counts as the silence of rank 0",
         "hvdlite/control/heartbeat.py",
         "            self._unanswered_since_s += stopped_s\n",
         "            pass\n",
-        ("tests/control/test_connections.py::test_a_rank_that_was_stopped_itself_does_not_blame_rank_0",),
+        ("tests/control/test_heartbeat.py::test_a_rank_that_was_stopped_itself_does_not_blame_rank_0",),
     ),
     Mutant(
         "a joined rank is stalled while others are busy",
