@@ -8,5 +8,5 @@ makes the coordinator.
 
 Modules import only what stands before them:
 
-    pending < scene < deadlocks < joined_steps < stall < endings < negotiation < stragglers < acceptor < coordinator
+    scene < deadlocks < joined_steps < stall < endings < negotiation < stragglers < acceptor < coordinator
 """

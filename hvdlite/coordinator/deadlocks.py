@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from ..calls.mismatch import CAUSES, by_value, first_difference, words_of_difference
 from ..calls.operation import OPTIMIZER
-from .pending import Id, Pending
-from .scene import BlockedThread, Scene
+from .scene import BlockedThread, Id, Pending, Scene
 
 # The cause when a rank waits for the others to open an optimizer's engine.
 _CAUSES_OF_OPTIMIZER = (

@@ -38,8 +38,7 @@ from ..errors import LOOK_THERE, MOST_NAMED, UNKNOWN_END, describe_end
 from .deadlocks import Deadlocks
 from .endings import Endings
 from .joined_steps import JoinedSteps
-from .pending import Id, PairingQueue, Pending, Refusal
-from .scene import BlockedThread, Joined, Scene
+from .scene import BlockedThread, Id, Joined, PairingQueue, Pending, Refusal, Scene
 from .stall import SHOWN, StallRules, StallWatch
 
 # Delay between a difference and its error, so that the error can say what all ranks did; and between the first sign of

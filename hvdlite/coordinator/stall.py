@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from .joined_steps import JoinedSteps
-from .pending import Pending
-from .scene import Scene
+from .scene import Pending, Scene
 
 # A rank that waits for others sends a message about twice a second. After this long without one it counts as silent.
 SILENT_S = 5.0

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from hvdlite.calls.messages import AskLine, LivingOptimizers, OperationRequest, Pinned
 from hvdlite.coordinator.negotiation import SETTLING_S, Negotiation
-from hvdlite.coordinator.pending import Pending
-from hvdlite.coordinator.scene import BlockedThread
+from hvdlite.coordinator.scene import BlockedThread, Pending
 from hvdlite.coordinator.stall import StallRules
 
 CAUSES = ("`if hvd.rank() == 0:`", "different numbers of batches (see hvd.join())")
