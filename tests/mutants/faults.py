@@ -85,13 +85,13 @@ _CONTROL = [
     Mutant(
         "rank 0 learns of an end before the ranks that it answers",
         "hvdlite/coordinator/negotiation.py",
-        "for other in [*range(1, len(self._hosts)), 0] if other != rank]",
-        "for other in range(len(self._hosts)) if other != rank]",
+        "for other in [*range(1, len(scene.hosts)), 0] if other != rank]",
+        "for other in scene.everybody if other != rank]",
         ("tests/coordinator/test_negotiation.py::test_the_first_end_is_told_to_all_others",),
     ),
     Mutant(
         "a deadlock of other ranks counts from that of the first",
-        "hvdlite/coordinator/negotiation.py",
+        "hvdlite/coordinator/deadlocks.py",
         "if self._stuck_since_s is None or self._stuck_since_s[0] != stuck:",
         "if self._stuck_since_s is None:",
         (
@@ -115,7 +115,7 @@ _CONTROL = [
     Mutant(
         "a joined rank is stalled while others are busy",
         "hvdlite/coordinator/stall.py",
-        "return max(since_s, self._asked_at_s) if rank in scene.joined else since_s",
+        "return max(since_s, self.asked_at_s) if rank in self._scene.joined else since_s",
         "return since_s",
         (
             "tests/coordinator/test_negotiation.py::test_a_join_is_no_stall_while_the_others_ask_for_operations_and_take_no_step",

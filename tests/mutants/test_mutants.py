@@ -45,8 +45,9 @@ def test_there_are_some_in_each_part():
         mutant.file.partition("/")[0 if mutant.file.startswith("launcher") else 2].split("/")[0] for mutant in MUTANTS
     )
     of_gradients = sum(parts.pop(part, 0) for part in ("buckets", "exchanges", "steps", "optim"))
-    assert all(count >= 7 for count in [of_gradients, *parts.values()]), parts
-    assert parts.keys() == {"control", "shm", "runtime", "launcher"}
+    of_calls = sum(parts.pop(part, 0) for part in ("calls", "coordinator", "control"))
+    assert all(count >= 7 for count in [of_gradients, of_calls, *parts.values()]), parts
+    assert parts.keys() == {"shm", "runtime", "launcher"}
     assert len(MUTANTS) >= 40
 
 
