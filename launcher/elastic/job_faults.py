@@ -23,6 +23,7 @@ from ..system.signals import signal_name
 from ..system.table import table
 from ..wire.messages import Event, Exited, FaultAsked, InitDone, Lost
 from ..workers.ending import Ending
+from ..workers.observer import Observer
 from .elastic_workers import Member
 from .membership import Membership
 
@@ -82,7 +83,7 @@ def _row(record: Record) -> Sequence[str]:
     )
 
 
-class JobFaults:
+class JobFaults(Observer):
     """The faults of one elastic job: which each worker was given, which have happened, and those by the clock."""
 
     def __init__(self, spec: ChaosSpec, membership: Membership, ending: Ending, *, store: Store, hosts: Agents) -> None:

@@ -62,10 +62,11 @@ from ..workers.ending import Ending
 from ..workers.failure_message import JobOutcome
 from ..workers.first_failure import FirstFailure
 from ..workers.generation_table import GenerationTable
+from ..workers.observer import Observer
 from ..workers.roster import Roster
 from ..workers.trained_apart import TrainedApart
 from .launcher_stdin import Stdin, echoes
-from .supervisor import Judgement, Observer, Supervisor
+from .supervisor import Judgement, Supervisor
 
 _FOR_WORKERS = (signal.SIGUSR1, signal.SIGUSR2)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *_FOR_WORKERS)
@@ -95,7 +96,7 @@ def launch(job: JobSpec, store: Store | None = None) -> JobOutcome:
     shared = Store() if store is None else store
     with signals_as_events(events), Agents(job, events, shared) as agents, contextlib.ExitStack() as to_close:
         running = start(job, events, agents, shared, to_close, json_log)
-        screen, log = running.screen, running.log
+        screen, ending = running.screen, running.ending
 
         def send_input(worker: int, data: bytes) -> None:
             if data.endswith(b"\n") and echoes():
@@ -106,35 +107,20 @@ def launch(job: JobSpec, store: Store | None = None) -> JobOutcome:
 
         def about() -> dict[str, object]:
             # A snapshot in one step, since the supervisor's thread changes the set meanwhile.
-            workers = sorted(running.ending.running.copy())
-            hosts = dict.fromkeys(running.roster[worker].host for worker in workers)
+            workers = sorted(ending.running.copy())
+            hosts = dict.fromkeys(ending.roster[worker].host for worker in workers)
             return {"started_at": started_at, "workers": len(workers), "hosts": list(hosts), "command": job.command}
 
         to_close.enter_context(Console(events.put, about))
-        reports = Reports(
-            ask=agents.ask_status,
-            running=lambda: running.ending.running,
-            roster=running.roster,
-            say=screen.say,
-            clock=time.monotonic,
-            directory=job.report_dir,
-            ended=running.ended_ranks,
-        )
+        reports = Reports(ending, agents.ask_status, directory=job.report_dir, ended=running.ended_ranks)
         views = _Views(job, running, agents, view)
-        apart = TrainedApart(running.roster, running=lambda: running.ending.running)
+        apart = TrainedApart(ending)
         observers = [*running.observers, *views.observers, apart]
         if job.elastic is None:
-            observers.append(
-                LateStart(
-                    job.start_timeout_s,
-                    running=lambda: running.ending.running,
-                    take_report=reports.on_late_start,
-                    clock=running.ending.clock,
-                )
-            )
+            observers.append(LateStart(job.start_timeout_s, ending, reports.on_late_start))
         supervisor = Supervisor(
             running.judgement,
-            running.ending,
+            ending,
             reports,
             send_input=send_input,
             stdin=Stdin(events),
@@ -145,7 +131,7 @@ def launch(job: JobSpec, store: Store | None = None) -> JobOutcome:
         views.end(outcome)
         to_close.close()
         agents.end(timeout_s=_HASTY_AGENT_S if outcome.hasty else AGENT_S)
-        log("no process of the job is left")
+        ending.log("no process of the job is left")
         screen.show_held()
         if report := running.report():
             screen.say(report)
@@ -162,8 +148,6 @@ class _Running:
     """The parts of a job that has been started. ``report`` returns what is told at its end besides the outcome."""
 
     screen: Screen
-    log: Callable[[str], None]
-    roster: Roster
     ending: Ending
     judgement: Judgement
     report: Callable[[], str]
@@ -182,35 +166,19 @@ class _Views:
 
     def __init__(self, job: JobSpec, running: _Running, agents: Agents, view: LiveView | None) -> None:
         """``view`` draws the job for ``--watch``; None if nothing can be drawn in place."""
-        screen, ending, roster = running.screen, running.ending, running.roster
+        screen, ending = running.screen, running.ending
         self._screen = screen
         self._metrics: Metrics | None = None
         self._summary: Summary | None = None
         self.observers: list[Observer] = []
         if screen.has_status:
-            self.observers.append(
-                FirstMinute(
-                    running=lambda: ending.running, roster=roster, set_status=screen.set_status, clock=ending.clock
-                )
-            )
+            self.observers.append(FirstMinute(ending, screen.set_status))
         if job.log_json is not None:
-            self.observers.append(LogEvents(roster, screen.record))
+            self.observers.append(LogEvents(ending.roster, screen.record))
         is_asked = job.metrics_file is not None or job.summary_file is not None
-        progress = JobProgress(
-            ask=agents.ask_status,
-            running=lambda: ending.running,
-            roster=roster,
-            each_s=WATCH_EACH_S if job.watch else METRICS_EACH_S if is_asked else None,
-            clock=ending.clock,
-        )
-        facts = JobFacts(
-            roster,
-            progress,
-            running=lambda: ending.running,
-            is_ending=lambda: ending.outcome is not None,
-            table=running.table,
-            clock=ending.clock,
-        )
+        each_s = WATCH_EACH_S if job.watch else METRICS_EACH_S if is_asked else None
+        progress = JobProgress(ending, agents.ask_status, each_s=each_s)
+        facts = JobFacts(ending, progress, running.table)
         watch = Watch(facts, job.command)
         self.observers += [progress, facts, watch]
         if view is not None:
@@ -259,20 +227,18 @@ def _start_static(
         records=Records(files, json_log),
         rank_of=lambda number: workers[number].rank,
     )
-    log = screen.say if job.verbose else _say_nothing
+    ending = _ending(job, agents, screen)
     if len(machines) < len(hosts):
         names = ", ".join(host.label for host in hosts if host.label not in {one.label for one in machines})
         screen.say(f"these names belong to hosts that are already listed; their slots are added there: {names}")
-    roster = Roster()
     for slot in slots:
-        log(f"rank {slot.rank}: {slot.host.label}, local rank {slot.local_rank} of {slot.local_size}")
-        roster.add(slot.number, slot.host.label, slot.rank)
+        ending.log(f"rank {slot.rank}: {slot.host.label}, local rank {slot.local_rank} of {slot.local_size}")
+        ending.roster.add(slot.number, slot.host.label, slot.rank)
     agents.start(slots, hellos)
-    ending = _ending(job, roster, agents, screen, log)
     ending.running.update(workers)
     judgement = FirstFailure(workers, ending, start_timeout_s=job.start_timeout_s)
     ranks = {number: slot.rank for number, slot in workers.items()}
-    return _Running(screen, log, roster, ending, judgement, report=str, ranks=ranks)
+    return _Running(screen, ending, judgement, report=str, ranks=ranks)
 
 
 def _start_elastic(
@@ -295,9 +261,7 @@ def _start_elastic(
         records=Records(files, json_log),
         rank_of=lambda _: None,
     )
-    log = screen.say if job.verbose else _say_nothing
-    roster = Roster()
-    ending = _ending(job, roster, agents, screen, log)
+    ending = _ending(job, agents, screen)
     hosts = ElasticHosts(agents, start_timeout_s=job.start_timeout_s, say=screen.say)
     membership, chaos = Membership(job.elastic.policy, random.random, REST_S), job.elastic.chaos
     faults = None if chaos is None else JobFaults(chaos, membership, ending, store=store, hosts=agents)
@@ -317,7 +281,7 @@ def _start_elastic(
         to_close.enter_context(Discovery(job.elastic.discovery, events.put, screen.say))
     table = judgement.table
     if chaos is None or faults is None:
-        return _Running(screen, log, roster, ending, judgement, report=table.text, table=table)
+        return _Running(screen, ending, judgement, report=table.text, table=table)
 
     def note(key: bytes, value: bytes) -> None:
         if (asked := asked_fault(key, value)) is not None:
@@ -333,12 +297,17 @@ def _start_elastic(
         return "\n".join(filter(None, [table.text(), final.text()]))
 
     store.watch(ASKS, note)
-    return _Running(screen, log, roster, ending, judgement, report, table, observers=(faults,))
+    return _Running(screen, ending, judgement, report, table, observers=(faults,))
 
 
-def _ending(job: JobSpec, roster: Roster, agents: Agents, screen: Screen, log: Callable[[str], None]) -> Ending:
+def _ending(job: JobSpec, agents: Agents, screen: Screen) -> Ending:
     return Ending(
-        roster, signal_workers=agents.signal, say=screen.say, log=log, grace=job.grace_s, clock=time.monotonic
+        Roster(),
+        signal_workers=agents.signal,
+        say=screen.say,
+        log=screen.say if job.verbose else lambda _: None,
+        grace=job.grace_s,
+        clock=time.monotonic,
     )
 
 
@@ -461,7 +430,3 @@ def _require_timeline(environ: Mapping[str, str], cwd: str) -> None:
     else:
         return
     raise UsageError(f"--timeline-filename ({name}): cannot write {path}: {why}")
-
-
-def _say_nothing(_: str) -> None:
-    pass

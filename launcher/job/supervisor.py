@@ -54,15 +54,8 @@ from ..wire.messages import (
 )
 from ..workers.ending import Ending
 from ..workers.failure_message import JobOutcome
+from ..workers.observer import Observer
 from .launcher_stdin import Stdin
-
-
-class Observer(Protocol):
-    """Is told of each event before it is handled, and of time: `first_minute.FirstMinute`."""
-
-    def on_event(self, event: Event) -> None: ...
-    def time_left_s(self) -> float | None: ...
-    def time_passes(self) -> None: ...
 
 
 class Judgement(Protocol):

@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 from ..system.signals import shell_code, signal_name
 from ..wire.messages import Event, Exited, InitDone, InitStarted, Interrupted, Lost, Stalled, Started
+from ..workers.observer import Observer
 from ..workers.roster import Roster
 
 
-class LogEvents:
-    """An observer of one job's events."""
+class LogEvents(Observer):
+    """The events of one job."""
 
     def __init__(self, roster: Roster, record: Callable[..., None]) -> None:
         """``record`` gets the kind of each event and its facts by name: `Screen.record`."""
@@ -37,12 +38,6 @@ class LogEvents:
                 self._record("lost", host=event.host, why=event.why)
             case Interrupted():
                 self._record("signal", signal=signal_name(event.signum))
-
-    def time_left_s(self) -> None:
-        """It has nothing to do in time."""
-
-    def time_passes(self) -> None:
-        """See `time_left_s`."""
 
     def _about(self, worker: int) -> dict[str, object]:
         record = self._roster[worker]

@@ -23,31 +23,24 @@ from ..wire.messages import (
     ScreenFailed,
     Started,
 )
+from ..workers.ending import Ending
 from ..workers.failure_message import name_ranks, name_workers
-from ..workers.roster import Roster
+from ..workers.observer import Observer
 
 _EACH_S = 1.0
 _MOST_NAMED = 4
 
 
-class FirstMinute:
+class FirstMinute(Observer):
     """The status of a job that has just been started, which goes away for good."""
 
-    def __init__(
-        self,
-        *,
-        running: Callable[[], Collection[int]],
-        roster: Roster,
-        set_status: Callable[..., None],
-        clock: Callable[[], float],
-    ) -> None:
-        """``running`` returns the workers that have been started and not ended, by their numbers."""
-        self._running = running
-        self._roster = roster
+    def __init__(self, ending: Ending, set_status: Callable[..., None]) -> None:
+        self._ending = ending
+        self._roster = ending.roster
         self._set_status = set_status
-        self._clock = clock
-        self._began_at = clock()
-        self._next_at: float | None = clock()
+        self._clock = ending.clock
+        self._began_at = self._clock()
+        self._next_at: float | None = self._began_at
         self._hosts: dict[str, bool] = {}  # of an elastic job, and whether each has answered
         self._started: set[int] = set()
         self._in_init: set[int] = set()
@@ -72,7 +65,7 @@ class FirstMinute:
                 self._in_init.add(event.worker)
             case InitDone():
                 self._connected.add(event.worker)
-                if self._connected.issuperset(self._running()):
+                if self._connected.issuperset(self._ending.running):
                     self._end()
                     return
             case _:
@@ -80,7 +73,6 @@ class FirstMinute:
         self._next_at = self._clock()
 
     def time_left_s(self) -> float | None:
-        """Returns the seconds until `time_passes` must be called; None once nothing more is to be said."""
         return None if self._next_at is None else self._next_at - self._clock()
 
     def time_passes(self) -> None:
@@ -93,7 +85,7 @@ class FirstMinute:
         self._set_status()
 
     def _words(self) -> str:
-        workers = set(self._running())
+        workers = self._ending.running
         if not workers:
             waiting = [host for host, has_answered in self._hosts.items() if not has_answered]
             return f"connecting to {_list(waiting)}" if waiting else "waiting for hosts"

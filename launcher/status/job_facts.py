@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..system.signals import shell_code, signal_name
 from ..wire.messages import Event, Exited, Lost, PeakMemory, Started
+from ..workers.ending import Ending
 from ..workers.generation_table import GenerationRow, GenerationTable
-from ..workers.roster import Roster
+from ..workers.observer import Observer
 from .progress import JobProgress
 from .rank_status import RankStatus
 
@@ -40,19 +41,12 @@ class WorkerEnd:
 
 
 @dataclass
-class JobFacts:
-    """The facts of one job that runs, or has run.
+class JobFacts(Observer):
+    """The facts of one job that runs, or has run. ``table`` has the generations of an elastic job, None in others."""
 
-    ``running`` returns the numbers of the workers that run, ``is_ending`` whether the job's end is decided. ``table``
-    has the generations of an elastic job, None in others.
-    """
-
-    roster: Roster
+    ending: Ending
     progress: JobProgress
-    running: Callable[[], Collection[int]]
-    is_ending: Callable[[], bool]
     table: GenerationTable | None
-    clock: Callable[[], float]
     faults: int = 0
     """How many workers have failed by themselves, and hosts were lost, before the job's end was decided."""
     most_workers: int = 0
@@ -61,11 +55,11 @@ class JobFacts:
 
     def __post_init__(self) -> None:
         self.began_at = time.time()
-        self._began_s = self.clock()
+        self._began_s = self.ending.clock()
 
     @property
     def age_s(self) -> float:
-        return self.clock() - self._began_s
+        return self.ending.clock() - self._began_s
 
     @property
     def generation(self) -> int:
@@ -75,12 +69,13 @@ class JobFacts:
         return self.table.newest.generation if self.table.newest is not None else 0
 
     def on_event(self, event: Event) -> None:
+        ending, roster = self.ending, self.ending.roster
         match event:
-            case Started() if event.worker in self.roster:
-                self.hosts[self.roster[event.worker].host] = None
-                self.most_workers = max(self.most_workers, len(self.running()))
-            case Exited() if event.worker in self.roster:
-                is_fault = event.returncode != 0 and not event.peer_lost and not self.is_ending()
+            case Started() if event.worker in roster:
+                self.hosts[roster[event.worker].host] = None
+                self.most_workers = max(self.most_workers, len(ending.running))
+            case Exited() if event.worker in roster:
+                is_fault = event.returncode != 0 and not event.peer_lost and ending.outcome is None
                 how = f"killed by {signal_name(-event.returncode)}" if event.returncode < 0 else ""
                 if event.returncode >= 0:
                     how = "lost a peer" if event.peer_lost else f"exit code {event.returncode}"
@@ -91,20 +86,13 @@ class JobFacts:
                     if end.worker == event.worker:
                         self.ends[index] = replace(end, peak_memory=max(event.size, end.peak_memory))
             case Lost():
-                workers = [worker for worker in self.roster.on_host(event.host) if worker in self.running()]
-                if workers:
-                    self.faults += not self.is_ending()
-                for worker in workers:
-                    self._note_end(worker, None, f"lost {event.host}: {event.why}", 0, is_fault=not self.is_ending())
-
-    def time_left_s(self) -> None:
-        """It has nothing to do in time."""
-
-    def time_passes(self) -> None:
-        """See `time_left_s`."""
+                workers, is_fault = ending.running.intersection(roster.on_host(event.host)), ending.outcome is None
+                self.faults += bool(workers) and is_fault
+                for worker in sorted(workers):
+                    self._note_end(worker, None, f"lost {event.host}: {event.why}", 0, is_fault=is_fault)
 
     def _note_end(self, worker: int, exit_code: int | None, how: str, peak_memory: int, *, is_fault: bool) -> None:
-        record, last = self.roster[worker], self.progress.of(worker)
+        record, last = self.ending.roster[worker], self.progress.of(worker)
         peak = max(peak_memory, last.memory)
         self.ends.append(WorkerEnd(worker, record.rank, record.host, self.age_s, exit_code, how, is_fault, peak, last))
         self.progress.forget(worker)

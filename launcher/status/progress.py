@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hvdlite_wire.worker_status import HostUsage, Pace
 
 from ..wire.messages import AskStatus, Event, StatusTold
-from ..workers.roster import Roster
+from ..workers.ending import Ending
+from ..workers.observer import Observer
 from .rank_status import RankStatus, sorted_by_rank
 
 # Rates are differences over about so long.
@@ -67,26 +68,18 @@ def _rate(samples: Sequence[tuple[float, float | None]]) -> float | None:
     return max(0.0, (known[-1][1] - known[0][1]) / (known[-1][0] - known[0][0]))
 
 
-class JobProgress:
+class JobProgress(Observer):
     """The progress of one job's workers, by their numbers, also of those that have ended."""
 
-    def __init__(
-        self,
-        *,
-        ask: Callable[[AskStatus], None],
-        running: Callable[[], Collection[int]],
-        roster: Roster,
-        each_s: float | None,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, ending: Ending, ask: Callable[[AskStatus], None], *, each_s: float | None) -> None:
         """``ask`` sends a question to all agents, each ``each_s`` seconds; with None only after `hurry`."""
         self._ask = ask
-        self._running = running
-        self._roster = roster
+        self._ending = ending
+        self._roster = ending.roster
         self._each_s = each_s
-        self._clock = clock
+        self._clock = ending.clock
         self._number = 0
-        self._ask_at = None if each_s is None else clock()
+        self._ask_at = None if each_s is None else self._clock()
         self._hurry: tuple[float, float] | None = None  # each so many seconds, until then
         self._show_at: float | None = None
         self._missing: set[int] = set()
@@ -119,7 +112,7 @@ class JobProgress:
 
     def of_running(self) -> list[RankStatus]:
         """Returns the status of each worker that runs, by rank."""
-        return sorted_by_rank(self.of(worker) for worker in self._running() if worker in self._roster)
+        return sorted_by_rank(self.of(worker) for worker in self._ending.running if worker in self._roster)
 
     def of(self, worker: int) -> RankStatus:
         """Returns the status of a worker, with the rank that it has now if it runs."""
@@ -150,7 +143,6 @@ class JobProgress:
                 self._show_at = self._clock()
 
     def time_left_s(self) -> float | None:
-        """Returns the seconds until `time_passes` must be called; None if nobody asks."""
         next_at = min((at for at in (self._ask_at, self._show_at) if at is not None), default=None)
         return None if next_at is None else next_at - self._clock()
 
@@ -166,7 +158,7 @@ class JobProgress:
             if each_s is None:
                 return
             self._number += 1
-            self._missing = set(self._running())
+            self._missing = set(self._ending.running)
             self._show_at = now_s + min(_SHOW_WITHIN_S, each_s / 2)
             self._ask(AskStatus(self._number, in_full=False))
 

@@ -16,7 +16,7 @@ from hvdlite_wire.safe_paths import write_file
 
 from ..errors import why_not_written
 from ..wire.messages import AskStatus, ReportAsked, Stalled, StatusTold, Unresponsive
-from ..workers.roster import Roster
+from ..workers.ending import Ending
 from .rank_status import RankStatus
 from .report_text import JobReport
 
@@ -33,12 +33,9 @@ class Reports:
 
     def __init__(
         self,
-        *,
+        ending: Ending,
         ask: Callable[[AskStatus], None],
-        running: Callable[[], Collection[int]],
-        roster: Roster,
-        say: Callable[[str], None],
-        clock: Callable[[], float],
+        *,
         directory: str | None,
         ended: Callable[[], Collection[int]] = tuple,
     ) -> None:
@@ -47,10 +44,10 @@ class Reports:
         ``ended`` returns the ranks that have ended, of which a report has only the number.
         """
         self._ask = ask
-        self._running = running
-        self._roster = roster
-        self._say = say
-        self._clock = clock
+        self._ending = ending
+        self._roster = ending.roster
+        self._say = ending.say
+        self._clock = ending.clock
         self._directory = directory
         self._ended = ended
         self._has_failed = False
@@ -116,7 +113,7 @@ class Reports:
         self._number += 1
         self._began_at, self._why = self._clock(), why
         self._found.clear()
-        self._waiting = set(self._running())
+        self._waiting = set(self._ending.running)
         if self._waiting:
             self._ask(AskStatus(self._number, in_full=True))
         else:

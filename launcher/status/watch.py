@@ -13,6 +13,7 @@ from functools import partial
 
 from ..screen.display import View
 from ..wire.messages import Event, WatchAsked
+from ..workers.observer import Observer
 from .job_facts import JobFacts
 from .job_view import JobView
 from .live_view import LiveView
@@ -25,7 +26,7 @@ _LOOKED_AT_S = 3 * EACH_S
 _LINE_EACH_S = 10.0
 
 
-class Watch:
+class Watch(Observer):
     """The views of one job."""
 
     def __init__(self, facts: JobFacts, command: Sequence[str]) -> None:
@@ -51,12 +52,6 @@ class Watch:
         if isinstance(event, WatchAsked):
             self._facts.progress.hurry(EACH_S, _LOOKED_AT_S)
             event.answer(self._view().data())
-
-    def time_left_s(self) -> None:
-        """It has nothing to do in time: `JobProgress` calls it."""
-
-    def time_passes(self) -> None:
-        """See `time_left_s`."""
 
     def _view(self) -> JobView:
         return JobView.of(self._facts, self._command)

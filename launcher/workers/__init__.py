@@ -2,9 +2,10 @@
 
 `roster` has what is known of each worker, `failure_message` words how one has failed, `first_failure` (with
 `init_calls`) finds the one to blame, and `ending` ends the others. `generation_table` is shown at the end of an elastic
-job; `trained_apart` warns of ranks that never met any other.
+job; `trained_apart` warns of ranks that never met any other. An
+`observer` is told of all events.
 
 Modules import only what stands before them:
 
-    failure_message < roster < ending < init_calls < first_failure < generation_table < trained_apart
+    observer < failure_message < roster < ending < init_calls < first_failure < generation_table < trained_apart
 """

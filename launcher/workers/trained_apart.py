@@ -7,21 +7,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-
 from ..wire.messages import Event, Exited, InitStarted, Started
+from .ending import Ending
 from .failure_message import name_ranks, name_workers
-from .roster import Roster
+from .observer import Observer
 
 _MOST_NAMED = 16
 
 
-class TrainedApart:
+class TrainedApart(Observer):
     """The workers of one job that have trained a model of their own each, and met no other rank."""
 
-    def __init__(self, roster: Roster, *, running: Callable[[], Collection[int]]) -> None:
-        self._roster = roster
-        self._running = running
+    def __init__(self, ending: Ending) -> None:
+        self._ending = ending
         self._has_others = False
         self._has_init: set[int] = set()
         # By the worker's number, its rank when it ended: an elastic job forgets a worker then. None if it had none.
@@ -30,19 +28,11 @@ class TrainedApart:
     def on_event(self, event: Event) -> None:
         match event:
             case Started():
-                self._has_others = self._has_others or len(self._running()) > 1
+                self._has_others = self._has_others or len(self._ending.running) > 1
             case InitStarted():
                 self._has_init.add(event.worker)
-            case Exited() if event.apart and event.returncode == 0 and event.worker in self._roster:
-                self._apart[event.worker] = self._roster[event.worker].rank
-            case _:
-                pass
-
-    def time_left_s(self) -> None:
-        """It has nothing to do in time."""
-
-    def time_passes(self) -> None:
-        """See `time_left_s`."""
+            case Exited() if event.apart and event.returncode == 0 and event.worker in self._ending.roster:
+                self._apart[event.worker] = self._ending.roster[event.worker].rank
 
     def warning(self) -> str:
         """Returns the warning; empty if there is none, as for a single worker."""

@@ -62,14 +62,7 @@ class Played:
             chaos_of=faults.variable_of,
         )
         self.variables: dict[int, str] = faults.given
-        reports = Reports(
-            ask=lambda _: None,
-            running=lambda: ending.running,
-            roster=roster,
-            say=self.say,
-            clock=self._now,
-            directory=None,
-        )
+        reports = Reports(ending, lambda _: None, directory=None)
         supervisor = Supervisor(
             job,
             ending,

@@ -86,14 +86,7 @@ class Played:
             hang_timeout_s=hang_timeout_s,
             post=lambda lost: self._script.insert(0, lost),
         )
-        reports = Reports(
-            ask=lambda _: None,
-            running=lambda: self.ending.running,
-            roster=roster,
-            say=self.say,
-            clock=lambda: self.now_s,
-            directory=None,
-        )
+        reports = Reports(self.ending, lambda _: None, directory=None)
         supervisor = Supervisor(
             self.job,
             self.ending,

@@ -96,14 +96,7 @@ class Played:
         )
         ending.running.update(workers)
         judgement = FirstFailure(workers, ending, start_timeout_s=60)
-        reports = Reports(
-            ask=lambda _: None,
-            running=lambda: ending.running,
-            roster=roster,
-            say=self.say,
-            clock=lambda: self._now,
-            directory=None,
-        )
+        reports = Reports(ending, lambda _: None, directory=None)
         for each in observers:
             each.clock = lambda: self._now
         supervisor = Supervisor(

@@ -1,6 +1,7 @@
 """The first minute says what a job waits for, with scripted events, and goes away for good."""
 
 import pytest
+from endings import ending_of
 from hvdlite_launcher.status.first_minute import FirstMinute
 from hvdlite_launcher.wire.messages import (
     Answered,
@@ -13,7 +14,6 @@ from hvdlite_launcher.wire.messages import (
     Output,
     Started,
 )
-from hvdlite_launcher.workers.roster import Roster
 
 HELLO = Hello("1", 1, None, 1)
 
@@ -23,12 +23,9 @@ class Shown:
 
     def __init__(self, hosts):
         self.now, self.lines = 0.0, ["never set"]
-        self.running, self.roster = set(), Roster()
-        for number, host in enumerate(hosts):
-            self.add(number, host, number)
-        self._minute = FirstMinute(
-            running=lambda: self.running, roster=self.roster, set_status=self._set, clock=lambda: self.now
-        )
+        ending = ending_of(lambda: self.now, hosts=hosts)
+        self.running, self.roster = ending.running, ending.roster
+        self._minute = FirstMinute(ending, self._set)
 
     def add(self, number, host, rank=None):
         self.roster.add(number, host, rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from endings import ending_of
 from hvdlite_launcher.status.late_start import LateStart
 from hvdlite_launcher.wire.messages import Event, Exited, InitDone, InitFailed, InitStarted, Output
 
@@ -10,12 +11,8 @@ from hvdlite_launcher.wire.messages import Event, Exited, InitDone, InitFailed, 
 def reports_of(start_timeout_s: float, *events: tuple[float, Event]) -> list[tuple[float, float]]:
     """Returns when reports are taken, and for how long ranks had waited, if these events come at these times."""
     now_s, taken = 0.0, []
-    late = LateStart(
-        start_timeout_s,
-        running=lambda: {0, 1},
-        take_report=lambda waited_s: taken.append((now_s, waited_s)),
-        clock=lambda: now_s,
-    )
+    ending = ending_of(lambda: now_s, hosts=("node1", "node1"))
+    late = LateStart(start_timeout_s, ending, lambda waited_s: taken.append((now_s, waited_s)))
     for at_s, event in [*events, (1000.0, Output(0, "stdout", b""))]:
         while (left_s := late.time_left_s()) is not None and now_s + left_s <= at_s:
             now_s += left_s

@@ -4,12 +4,13 @@ import os
 import re
 
 import pytest
+from endings import ending_of
 from hvdlite_launcher.status.job_facts import JobFacts
 from hvdlite_launcher.status.metrics import METRICS_EACH_S, Metrics, metrics_text
 from hvdlite_launcher.status.progress import JobProgress
 from hvdlite_launcher.wire.messages import Exited, Lost, Started
+from hvdlite_launcher.workers.failure_message import JobOutcome
 from hvdlite_launcher.workers.generation_table import GenerationRow, GenerationTable
-from hvdlite_launcher.workers.roster import Roster
 from hvdlite_wire.worker_status import HostUsage
 from statuses import told
 
@@ -18,21 +19,11 @@ class Job:
     """A job whose events are scripted, with the facts that are kept of it."""
 
     def __init__(self, hosts=("node1", "node2"), table=None):
-        self.now, self.is_ending, self.running, self.roster = 0.0, False, set(), Roster()
-        self.progress = JobProgress(
-            ask=lambda _: None, running=lambda: self.running, roster=self.roster, each_s=10.0, clock=lambda: self.now
-        )
-        self.facts = JobFacts(
-            self.roster,
-            self.progress,
-            running=lambda: self.running,
-            is_ending=lambda: self.is_ending,
-            table=table,
-            clock=lambda: self.now,
-        )
-        for rank, host in enumerate(hosts):
-            self.roster.add(rank, host, rank)
-            self.running.add(rank)
+        self.now = 0.0
+        self.ending = ending_of(lambda: self.now, hosts=hosts)
+        self.running = self.ending.running
+        self.progress = JobProgress(self.ending, lambda _: None, each_s=10.0)
+        self.facts = JobFacts(self.ending, self.progress, table)
         self.happens(*(Started(rank, 100 + rank) for rank in self.running))
 
     def happens(self, *events):
@@ -123,7 +114,7 @@ def test_a_fault_is_what_fails_by_itself_while_the_job_is_not_ending(event, faul
     job.happens(event)
     assert _samples(metrics_text(job.facts, is_up=True))["hvdlite_faults_total"] == faults
     job = Job()
-    job.is_ending = True
+    job.ending.decide(JobOutcome(1))
     job.happens(event)
     assert _samples(metrics_text(job.facts, is_up=True))["hvdlite_faults_total"] == 0
 

@@ -1,7 +1,7 @@
 """How far the workers are, from scripted answers: rates are differences."""
 
+from endings import ending_of
 from hvdlite_launcher.status.progress import HostBytes, JobProgress
-from hvdlite_launcher.workers.roster import Roster
 from hvdlite_wire.worker_status import HostUsage, Pace, Source
 from statuses import told
 
@@ -11,16 +11,9 @@ class Job:
 
     def __init__(self, workers=2, each_s=1.0):
         self.now, self.asked, self.shown = 0.0, [], []
-        self.running, self.roster = set(range(workers)), Roster()
-        for number in range(workers):
-            self.roster.add(number, f"node{number}", number)
-        self.progress = JobProgress(
-            ask=lambda question: self.asked.append(question.number),
-            running=lambda: self.running,
-            roster=self.roster,
-            each_s=each_s,
-            clock=lambda: self.now,
-        )
+        ending = ending_of(lambda: self.now, hosts=[f"node{number}" for number in range(workers)])
+        self.running, self.roster = ending.running, ending.roster
+        self.progress = JobProgress(ending, lambda question: self.asked.append(question.number), each_s=each_s)
         self.progress.show_with(lambda: self.shown.append(self.now))
 
     def go_on(self):

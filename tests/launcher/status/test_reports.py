@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
+from endings import ending_of
 from hvdlite_launcher.status.reports import Reports
 from hvdlite_launcher.wire.messages import ReportAsked, Stalled, Unresponsive
-from hvdlite_launcher.workers.roster import Roster
 from statuses import told
 
 
@@ -15,21 +15,13 @@ class Job:
 
     def __init__(self, workers: int = 2, directory: str | None = None) -> None:
         self.now_s = 0.0
-        self.running = set(range(workers))
         self.ended: list[int] = []
         self.asked: list[int] = []
         self.said: list[str] = []
         self.answers: list[tuple[str, object]] = []
-        roster = Roster()
-        for number in range(max(workers, 2)):
-            roster.add(number, "a", number)
-            roster[number].pid = 100 + number
         self.reports = Reports(
-            ask=lambda question: self.asked.append(question.number),
-            running=lambda: self.running,
-            roster=roster,
-            say=self.said.append,
-            clock=lambda: self.now_s,
+            ending_of(lambda: self.now_s, say=self.said.append, hosts="a" * workers),
+            lambda question: self.asked.append(question.number),
             directory=directory,
             ended=lambda: self.ended,
         )

@@ -3,28 +3,23 @@
 import json
 
 import pytest
+from endings import ending_of
 from hvdlite_launcher.status.job_facts import JobFacts
 from hvdlite_launcher.status.progress import JobProgress
 from hvdlite_launcher.status.summary import Summary, summary_data
 from hvdlite_launcher.wire.messages import Exited, PeakMemory, Started
 from hvdlite_launcher.workers.failure_message import JobOutcome
 from hvdlite_launcher.workers.generation_table import GenerationRow, GenerationTable
-from hvdlite_launcher.workers.roster import Roster
 from hvdlite_wire.worker_status import HostUsage
 from statuses import told
 
 
 def _facts(*events, hosts=("node1", "node2"), table=None, lasted_s=2.5):
-    now, running, roster = [0.0], set(), Roster()
-    progress = JobProgress(
-        ask=lambda _: None, running=lambda: running, roster=roster, each_s=10.0, clock=lambda: now[0]
-    )
-    facts = JobFacts(
-        roster, progress, running=lambda: running, is_ending=lambda: False, table=table, clock=lambda: now[0]
-    )
-    for number, host in enumerate(hosts):
-        roster.add(number, host, number)
-        running.add(number)
+    now = [0.0]
+    ending = ending_of(lambda: now[0], hosts=hosts)
+    progress = JobProgress(ending, lambda _: None, each_s=10.0)
+    facts = JobFacts(ending, progress, table)
+    for number in ending.running:
         facts.on_event(Started(number, 100 + number))
     now[0] = lasted_s
     for event in events:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from endings import ending_of
 from hvdlite_launcher.host.collect import read_stacks
 from hvdlite_launcher.status.job_facts import JobFacts
 from hvdlite_launcher.status.job_view import JobView
@@ -15,7 +16,6 @@ from hvdlite_launcher.status.reports import Reports
 from hvdlite_launcher.status.summary import summary_data
 from hvdlite_launcher.wire.messages import Exited, Lost, ReportAsked, Started
 from hvdlite_launcher.workers.failure_message import JobOutcome
-from hvdlite_launcher.workers.roster import Roster
 from hvdlite_wire.worker_status import Frame, HostUsage, Pace, Process, Source, StepStatus, Thread
 from statuses import told
 
@@ -35,16 +35,11 @@ class Job:
     """Three ranks on two hosts. Its ``views`` are texts by name."""
 
     def __init__(self) -> None:
-        self.now_s, self.running, self.roster, self.views = 0.0, {0, 1, 2}, Roster(), {}
-        for number, host in enumerate(["node1", "node1", "node2"]):
-            self.roster.add(number, host, number)
-            self.roster[number].pid = 101 + number
-        common = {"running": lambda: self.running, "roster": self.roster, "clock": lambda: self.now_s}
-        self.reports = Reports(
-            **common, ask=lambda _: None, say=self.show("report"), directory=None, ended=lambda: [7]
-        )  # fmt: skip
-        self.progress = JobProgress(**common, ask=lambda _: None, each_s=2.0)
-        self.facts = JobFacts(progress=self.progress, is_ending=lambda: False, table=None, **common)
+        self.now_s, self.views = 0.0, {}
+        self.ending = ending_of(lambda: self.now_s, say=self.show("report"), hosts=["node1", "node1", "node2"])
+        self.reports = Reports(self.ending, lambda _: None, directory=None, ended=lambda: [7])
+        self.progress = JobProgress(self.ending, lambda _: None, each_s=2.0)
+        self.facts = JobFacts(self.ending, self.progress, None)
         self.facts.began_at = 1000.0
 
     def show(self, name: str):
@@ -55,7 +50,7 @@ class Job:
             self.progress.on_event(event)
             self.facts.on_event(event)
             if isinstance(event, Exited):
-                self.running.discard(event.worker)
+                self.ending.running.discard(event.worker)
 
 
 def take_report(job: Job) -> None:

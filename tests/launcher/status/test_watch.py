@@ -1,26 +1,22 @@
 """Who looks at a job has its workers asked, and gets what there is to see."""
 
+from endings import ending_of
 from hvdlite_launcher.status.job_facts import JobFacts
 from hvdlite_launcher.status.job_view import JobView
 from hvdlite_launcher.status.live_view import LiveView
 from hvdlite_launcher.status.progress import JobProgress
 from hvdlite_launcher.status.watch import EACH_S, Watch
 from hvdlite_launcher.wire.messages import WatchAsked
-from hvdlite_launcher.workers.roster import Roster
 
 
 class Job:
     """A job of two workers that runs, and its watch."""
 
     def __init__(self, each_s):
-        self.now, self.asked, roster = 0.0, [], Roster()
-        for number in range(2):
-            roster.add(number, "node", number)
-        running = lambda: {0, 1}  # noqa: E731  # the shortest form
-        clock = lambda: self.now  # noqa: E731
-        self.progress = JobProgress(ask=self.asked.append, running=running, roster=roster, each_s=each_s, clock=clock)
-        facts = JobFacts(roster, self.progress, running=running, is_ending=lambda: False, table=None, clock=clock)
-        self.watch = Watch(facts, ["python", "train.py"])
+        self.now, self.asked = 0.0, []
+        ending = ending_of(lambda: self.now, hosts=("node", "node"))
+        self.progress = JobProgress(ending, self.asked.append, each_s=each_s)
+        self.watch = Watch(JobFacts(ending, self.progress, None), ["python", "train.py"])
 
     def run(self, until_s):
         while (left_s := self.progress.time_left_s()) is not None and self.now + left_s <= until_s:

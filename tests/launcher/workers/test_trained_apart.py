@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from endings import ending_of
 from hvdlite_launcher.wire.messages import Exited, InitStarted, Started
-from hvdlite_launcher.workers.roster import Roster
 from hvdlite_launcher.workers.trained_apart import TrainedApart
 
 WRAP = "wrap the optimizer: hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())"
@@ -11,8 +11,9 @@ WRAP = "wrap the optimizer: hvd.DistributedOptimizer(optimizer, named_parameters
 
 def warning(*events, ranks=(0, 1, 2)):
     """Returns the warning after these events of a job with a worker for each of the ranks."""
-    roster, running = Roster(), set()
-    apart = TrainedApart(roster, running=lambda: running)
+    ending = ending_of()
+    roster, running = ending.roster, ending.running
+    apart = TrainedApart(ending)
     for number, rank in enumerate(ranks):
         roster.add(number, "node1", rank)
         running.add(number)
