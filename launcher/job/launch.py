@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -15,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from hvdlite_wire.fault_points import ASKS
 
@@ -24,7 +24,7 @@ from ..elastic.elastic_hosts import ElasticHosts
 from ..elastic.elastic_job import ElasticJob
 from ..elastic.job_faults import JobFaults, asked_fault
 from ..elastic.membership import REST_S, Membership
-from ..errors import UsageError, why_not_written
+from ..errors import UsageError
 from ..plan.hosts import AUTO, Host, count_auto_slots, each_machine_once
 from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot, plan_slots
@@ -42,14 +42,14 @@ from ..status.live_view import LiveView, make_view
 from ..status.metrics import METRICS_EACH_S, Metrics
 from ..status.progress import JobProgress
 from ..status.reports import Reports
-from ..status.summary import Summary
+from ..status.summary import summary_data
 from ..status.watch import EACH_S as WATCH_EACH_S
 from ..status.watch import Watch
 from ..store.server import Store
 from ..system import process_tree
 from ..system.signals import signals_as_bytes
 from ..system.terminal_text import say
-from ..system.whole_files import replace_file, require_directory, require_writable
+from ..system.whole_files import require_directory, require_writable, write_json
 from ..wire.messages import (
     Event,
     HostsFound,
@@ -67,6 +67,8 @@ from ..workers.roster import Roster
 from ..workers.trained_apart import TrainedApart
 from .launcher_stdin import Stdin, echoes
 from .supervisor import Judgement, Supervisor
+
+Made = TypeVar("Made")
 
 _FOR_WORKERS = (signal.SIGUSR1, signal.SIGUSR2)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *_FOR_WORKERS)
@@ -91,7 +93,9 @@ def launch(job: JobSpec, store: Store | None = None) -> JobOutcome:
     if job.attempt == 0:  # a restart must not fail because of a directory that has gone meanwhile
         _require_files(job)
     view = make_view(say) if job.watch and draws_in_place() else None
-    json_log = _json_log(job)
+    json_log = None
+    if (log_file := job.log_json) is not None:
+        json_log = _or_without(job, lambda: JsonLog(log_file, is_continued=job.attempt > 0), "it")
     start = _start_static if job.elastic is None else _start_elastic
     shared = Store() if store is None else store
     with signals_as_events(events), Agents(job, events, shared) as agents, contextlib.ExitStack() as to_close:
@@ -167,9 +171,9 @@ class _Views:
     def __init__(self, job: JobSpec, running: _Running, agents: Agents, view: LiveView | None) -> None:
         """``view`` draws the job for ``--watch``; None if nothing can be drawn in place."""
         screen, ending = running.screen, running.ending
+        self._job = job
         self._screen = screen
         self._metrics: Metrics | None = None
-        self._summary: Summary | None = None
         self.observers: list[Observer] = []
         if screen.has_status:
             self.observers.append(FirstMinute(ending, screen.set_status))
@@ -178,7 +182,7 @@ class _Views:
         is_asked = job.metrics_file is not None or job.summary_file is not None
         each_s = WATCH_EACH_S if job.watch else METRICS_EACH_S if is_asked else None
         progress = JobProgress(ending, agents.ask_status, each_s=each_s)
-        facts = JobFacts(ending, progress, running.table)
+        facts = self._facts = JobFacts(ending, progress, running.table)
         watch = Watch(facts, job.command)
         self.observers += [progress, facts, watch]
         if view is not None:
@@ -188,16 +192,15 @@ class _Views:
         if job.metrics_file is not None:
             self._metrics = Metrics(job.metrics_file, facts, screen.say)
             progress.show_with(self._metrics.show)
-        if job.summary_file is not None:
-            self._summary = Summary(job.summary_file, facts, job.command, job.attempt, screen.say)
 
     def end(self, outcome: JobOutcome) -> None:
         """Writes the last state of all files."""
         self._screen.record("ended", exit_code=outcome.exit_code, why=outcome.message)
         if self._metrics is not None:
             self._metrics.write(is_up=False, exit_code=outcome.exit_code)
-        if self._summary is not None:
-            self._summary.write(outcome)
+        if self._job.summary_file is not None:
+            data = summary_data(self._facts, outcome, self._job.command, self._job.attempt)
+            write_json("--summary", self._job.summary_file, data, self._screen.say)
 
 
 def _start_static(
@@ -290,10 +293,7 @@ def _start_elastic(
     def report() -> str:
         final = faults.final_report()
         if chaos.report_file is not None:
-            try:
-                replace_file(chaos.report_file, json.dumps(final.data(), indent=1) + "\n")
-            except OSError as error:
-                screen.say(f"--chaos-report {chaos.report_file}: cannot be written: {why_not_written(error)}")
+            write_json("--chaos-report", chaos.report_file, final.data(), screen.say)
         return "\n".join(filter(None, [table.text(), final.text()]))
 
     store.watch(ASKS, note)
@@ -368,15 +368,20 @@ def _wait_for_screen(screen: Screen, events: SimpleQueue[Event], *, is_hasty: bo
 
 
 def _output_files(job: JobSpec, slots: Sequence[Slot]) -> OutputFiles | None:
-    """Returns the files of --output-filename. A restart goes on without them if they cannot be created."""
-    if job.record_dir is None:
+    """Returns the files of --output-filename."""
+    if (directory := job.record_dir) is None:
         return None
+    return _or_without(job, lambda: OutputFiles(directory, {slot.number: slot.rank for slot in slots}), "them")
+
+
+def _or_without(job: JobSpec, make: Callable[[], Made], it: str) -> Made | None:
+    """Returns what this makes. A restart goes on without it if it cannot be created again."""
     try:
-        return OutputFiles(job.record_dir, {slot.number: slot.rank for slot in slots})
+        return make()
     except UsageError as error:
         if job.attempt == 0:
             raise
-        say(f"{error}. The job goes on without them")
+        say(f"{error}. The job goes on without {it}")
         return None
 
 
@@ -392,19 +397,6 @@ def _require_files(job: JobSpec) -> None:
             require_writable(flag, path)
     if job.report_dir is not None:
         require_directory("--report-dir", job.report_dir)
-
-
-def _json_log(job: JobSpec) -> JsonLog | None:
-    """Returns the file of --log-json. A restart goes on without it if it cannot be opened again."""
-    if job.log_json is None:
-        return None
-    try:
-        return JsonLog(job.log_json, is_continued=job.attempt > 0)
-    except UsageError as error:
-        if job.attempt == 0:
-            raise
-        say(f"{error}. The job goes on without it")
-        return None
 
 
 def _require_timeline(environ: Mapping[str, str], cwd: str) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ..errors import why_not_written
-from ..system.whole_files import replace_file
+from ..system.whole_files import ReplacedFile
 from ..version import VERSION
 from .job_facts import JobFacts
 from .rank_status import RankStatus
@@ -26,11 +25,9 @@ class Metrics:
 
     def __init__(self, path: str, facts: JobFacts, say: Callable[[str], None]) -> None:
         """``say`` tells the user, once, that the file cannot be written any more."""
-        self._path = path
+        self._file = ReplacedFile(f"--metrics-textfile {path}", path, say, after=". The job goes on")
         self._facts = facts
-        self._say = say
         self._due_at_s = 0.0
-        self._has_failed = False
 
     def show(self) -> None:
         """Writes the file if it is time."""
@@ -40,16 +37,7 @@ class Metrics:
 
     def write(self, *, is_up: bool, exit_code: int | None = None) -> None:
         """Writes the file; tells once if that fails, and goes on to try."""
-        try:
-            replace_file(self._path, metrics_text(self._facts, is_up=is_up, exit_code=exit_code))
-        except OSError as error:
-            if not self._has_failed:
-                self._say(
-                    f"--metrics-textfile {self._path}: cannot be written: {why_not_written(error)}. The job goes on"
-                )
-            self._has_failed = True
-        else:
-            self._has_failed = False
+        self._file.write(metrics_text(self._facts, is_up=is_up, exit_code=exit_code))
 
 
 def metrics_text(facts: JobFacts, *, is_up: bool, exit_code: int | None = None) -> str:
@@ -84,7 +72,10 @@ def _families(
             f"Bytes that the host has {about} the interface towards the job's other hosts.",
             [({"host": host}, getattr(count, way)) for host, count in counts],
         )
-    named = [(rank, {"rank": _rank(rank), "worker": str(rank.worker), "host": rank.host}) for rank in ranks]
+    named = [
+        (each, {"rank": "" if each.rank is None else str(each.rank), "worker": str(each.worker), "host": each.host})
+        for each in ranks
+    ]
     yield (
         "hvdlite_steps_total",
         "counter",
@@ -95,34 +86,30 @@ def _families(
             for name, steps in rank.steps.items()
         ],
     )
-    yield (
-        "hvdlite_resident_bytes",
-        "gauge",
-        "Resident memory of the rank's process.",
-        [(labels, rank.memory) for rank, labels in named if is_up and rank.memory],
-    )
-    yield (
-        "hvdlite_cpu_seconds_total",
-        "counter",
-        "Processor time of the rank's process.",
-        [(labels, rank.cpu_s) for rank, labels in named if rank.memory],
-    )
-    yield (
-        "hvdlite_waiting_seconds",
-        "gauge",
+    for name, kind, about, value_of in _OF_RANKS:
+        if is_up or kind == "counter":
+            found = ((labels, value_of(rank)) for rank, labels in named)
+            yield name, kind, about, [(labels, value) for labels, value in found if value is not None]
+
+
+# Each with its value of a rank, None if it has none. Gauges are of ranks that run.
+_OF_RANKS: Sequence[tuple[str, str, str, Callable[[RankStatus], float | None]]] = (
+    ("hvdlite_resident_bytes", "gauge", "Resident memory of the rank's process.", lambda rank: rank.memory or None),
+    (
+        *("hvdlite_cpu_seconds_total", "counter", "Processor time of the rank's process."),
+        lambda rank: rank.cpu_s if rank.memory else None,
+    ),
+    (
+        *("hvdlite_waiting_seconds", "gauge"),
         "For how long the rank has waited for other ranks; 0 if it does not.",
-        [(labels, rank.waited_s) for rank, labels in named if is_up and (rank.steps or rank.waits_for)],
-    )
-    yield (
-        "hvdlite_silent",
-        "gauge",
+        lambda rank: rank.waited_s if rank.steps or rank.waits_for else None,
+    ),
+    (
+        *("hvdlite_silent", "gauge"),
         "Whether the rank did not answer: it is stopped, or an extension holds the interpreter's lock.",
-        [(labels, rank.is_silent) for rank, labels in named if is_up],
-    )
-
-
-def _rank(rank: RankStatus) -> str:
-    return "" if rank.rank is None else str(rank.rank)
+        lambda rank: rank.is_silent,
+    ),
+)
 
 
 def _line(name: str, labels: Mapping[str, str], value: float) -> str:

@@ -1,47 +1,26 @@
 """``--summary``: how a job has ended, as one JSON object in a file, for programs that look at jobs afterwards.
 
-    JobFacts, JobOutcome ──► Summary ──► FILE
+    JobFacts, JobOutcome ──► summary_data ──► FILE
 
 `launch` writes it once the job has ended, after each attempt of a job that is restarted.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..errors import why_not_written
-from ..system.whole_files import replace_file
 from ..workers.failure_message import JobOutcome
 from ..workers.generation_table import GenerationRow
 from .job_facts import JobFacts, WorkerEnd
 
 
-class Summary:
-    """The file of one attempt of a job; ``restarts`` is how many there were before it."""
-
-    def __init__(
-        self, path: str, facts: JobFacts, command: Sequence[str], restarts: int, say: Callable[[str], None]
-    ) -> None:
-        self._path = path
-        self._facts = facts
-        self._command = command
-        self._restarts = restarts
-        self._say = say
-
-    def write(self, outcome: JobOutcome) -> None:
-        """Writes the file; tells the user if that fails."""
-        data = summary_data(self._facts, outcome, self._command, self._restarts)
-        try:
-            replace_file(self._path, json.dumps(data, indent=1) + "\n")
-        except OSError as error:
-            self._say(f"--summary {self._path}: cannot be written: {why_not_written(error)}")
-
-
 def summary_data(facts: JobFacts, outcome: JobOutcome, command: Sequence[str], restarts: int) -> dict[str, Any]:
-    """Returns what the file says of a job, for JSON. Times are Unix time, and seconds from its start."""
+    """Returns what the file says of one attempt of a job, for JSON; ``restarts`` is how many there were before it.
+
+    Times are Unix time, and seconds from its start.
+    """
     verdict = _verdict(outcome)
     return {
         "verdict": verdict,

@@ -6,8 +6,10 @@ A file is written under another name first, so a reader never sees half of it.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
+from collections.abc import Callable
 
 from ..errors import UsageError, why_not_written
 
@@ -27,6 +29,33 @@ def replace_file(path: str, text: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+class ReplacedFile:
+    """A file that a flag asks for. That it cannot be written is said once, until it can be again."""
+
+    def __init__(self, name: str, path: str, say: Callable[[str], object], after: str = "") -> None:
+        """``name`` begins what is said, and ``after`` ends it."""
+        self._name = name
+        self._path = path
+        self._say = say
+        self._after = after
+        self._has_failed = False
+
+    def write(self, text: str) -> None:
+        """Replaces the file by one with this text."""
+        has_failed, self._has_failed = self._has_failed, False
+        try:
+            replace_file(self._path, text)
+        except OSError as error:
+            self._has_failed = True
+            if not has_failed:
+                self._say(f"{self._name}: cannot be written: {why_not_written(error)}{self._after}")
+
+
+def write_json(flag: str, path: str, data: object, say: Callable[[str], object]) -> None:
+    """Writes a file that a flag asks for, or tells the user that it cannot be written."""
+    ReplacedFile(f"{flag} {path}", path, say).write(json.dumps(data, indent=1) + "\n")
 
 
 def require_writable(flag: str, path: str) -> None:

@@ -1,12 +1,10 @@
 """The summary says how a job ended, in words and numbers, from what is kept of it."""
 
-import json
-
 import pytest
 from endings import ending_of
 from hvdlite_launcher.status.job_facts import JobFacts
 from hvdlite_launcher.status.progress import JobProgress
-from hvdlite_launcher.status.summary import Summary, summary_data
+from hvdlite_launcher.status.summary import summary_data
 from hvdlite_launcher.wire.messages import Exited, PeakMemory, Started
 from hvdlite_launcher.workers.failure_message import JobOutcome
 from hvdlite_launcher.workers.generation_table import GenerationRow, GenerationTable
@@ -31,7 +29,7 @@ def _facts(*events, hosts=("node1", "node2"), table=None, lasted_s=2.5):
 def test_it_has_the_last_steps_the_peak_memory_and_the_losses():
     last = told(1, steps={"optimizer 1": 9}, usage=HostUsage(70, 50))
     facts = _facts(last, Exited(1, 3, peak_memory=700), Exited(0, 1, peer_lost=True, peak_memory=500))
-    data = summary_data(facts, JobOutcome(3, "why it failed", rank=1), ["python", "x.py"], 0)
+    data = summary_data(facts, JobOutcome(3, "why it failed", rank=1), ["python", "x.py"], 2)
     assert (data["verdict"], data["why"], data["exit_code"], data["first_failed_rank"]) == (
         "failed", "why it failed", 3, 1
     )  # fmt: skip
@@ -43,7 +41,7 @@ def test_it_has_the_last_steps_the_peak_memory_and_the_losses():
     assert [(each["rank"], each["how"]) for each in data["losses"]] == [(1, "exit code 3")]
     assert (data["hosts"], data["most_workers"], data["peak_memory_bytes"]) == (["node1", "node2"], 2, 700)
     assert data["bytes"] == {"node2": {"sent": 70, "received": 50}}
-    assert (data["duration_s"], data["command"]) == (2.5, ["python", "x.py"])
+    assert (data["duration_s"], data["command"], data["restarts"]) == (2.5, ["python", "x.py"], 2)
 
 
 def test_the_memory_of_a_killed_worker_comes_when_it_is_reaped():
@@ -74,11 +72,3 @@ def test_the_generations_of_an_elastic_job_are_in_it():
     table.add(GenerationRow(2, 3.0, 1, [], ["worker 1 failed"]))
     data = summary_data(_facts(table=table), JobOutcome(), [], 0)
     assert data["generations"][1] == {"generation": 2, "at_s": 3.0, "size": 1, "came": [], "left": ["worker 1 failed"]}
-
-
-def test_it_is_written_as_json_and_a_failure_is_told(tmp_path):
-    said = []
-    Summary(str(tmp_path / "s.json"), _facts(), ["x"], 2, said.append).write(JobOutcome())
-    assert json.loads((tmp_path / "s.json").read_text())["restarts"] == 2
-    Summary(str(tmp_path / "none" / "s.json"), _facts(), ["x"], 0, said.append).write(JobOutcome())
-    assert said == [f"--summary {tmp_path}/none/s.json: cannot be written: No such file or directory"]

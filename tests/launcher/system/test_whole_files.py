@@ -1,10 +1,11 @@
 """Files that are replaced as a whole: what is refused before a job, and that nothing but a regular file is replaced."""
 
+import json
 import os
 
 import pytest
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.system.whole_files import replace_file, require_directory, require_writable
+from hvdlite_launcher.system.whole_files import replace_file, require_directory, require_writable, write_json
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,11 @@ def test_a_file_is_replaced_and_nothing_is_left_when_that_fails(tmp_path):
     with pytest.raises(IsADirectoryError):
         replace_file(str(tmp_path / "d"), "three")
     assert sorted(os.listdir(tmp_path)) == ["d", "f"]
+
+
+def test_what_a_flag_asks_for_is_written_as_json_and_a_failure_is_told(tmp_path):
+    said = []
+    write_json("--summary", str(tmp_path / "s.json"), {"restarts": 2}, said.append)
+    assert json.loads((tmp_path / "s.json").read_text()) == {"restarts": 2}
+    write_json("--summary", str(tmp_path / "none" / "s.json"), {}, said.append)
+    assert said == [f"--summary {tmp_path}/none/s.json: cannot be written: No such file or directory"]
