@@ -29,15 +29,13 @@ from ..plan.hosts import AUTO, Host, count_auto_slots, each_machine_once
 from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot, plan_slots
 from ..screen.display import draws_in_place
-from ..screen.job_screen import Records, Screen
-from ..screen.json_log import JsonLog
-from ..screen.log_events import LogEvents
+from ..screen.job_screen import Screen
+from ..screen.json_log import JsonLog, LogEvents
 from ..screen.output_files import OutputFiles
 from ..screen.shown_ranks import shown_by_rank, shown_by_slots
 from ..status.console import Console
-from ..status.first_minute import FirstMinute
+from ..status.first_minute import FirstMinute, LateStart
 from ..status.job_facts import JobFacts
-from ..status.late_start import LateStart
 from ..status.live_view import LiveView, make_view
 from ..status.metrics import METRICS_EACH_S, Metrics
 from ..status.progress import JobProgress
@@ -227,7 +225,7 @@ def _start_static(
         agents.output_shown,
         timestamps=job.timestamps,
         shows=shown_by_slots(job, slots),
-        records=Records(files, json_log),
+        records=[each for each in (files, json_log) if each is not None],
         rank_of=lambda number: workers[number].rank,
     )
     ending = _ending(job, agents, screen)
@@ -261,7 +259,7 @@ def _start_elastic(
         agents.output_shown,
         timestamps=job.timestamps,
         shows=shown_by_rank(job),
-        records=Records(files, json_log),
+        records=[each for each in (files, json_log) if each is not None],
         rank_of=lambda _: None,
     )
     ending = _ending(job, agents, screen)

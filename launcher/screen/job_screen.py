@@ -1,8 +1,8 @@
 """Shows the workers' output as whole lines on the launcher's stdout and stderr: ``[rank]<stdout>:text``.
 
 `launch` creates a `Screen`; `supervisor` calls it, and goes on at once: a thread of the screen writes, so a terminal
-that accepts no output (Ctrl-S, a pager) never delays the supervisor. The screen passes each piece of output on to the
-files of `Records` as it came, then splits it into `lines`, which `display` shows. When a worker ends in the middle of a
+that accepts no output (Ctrl-S, a pager) never delays the supervisor. The screen passes each piece of output on to its
+`OutputRecord`s as it came, then splits it into `lines`, which `display` shows. When a worker ends in the middle of a
 line, a newline is added.
 
 A carriage return without a newline ends a state of a progress bar. A pipe or a file gets one of these states as a line
@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -27,52 +27,12 @@ from ..wire.messages import Event, Output, ScreenDone, ScreenFailed, Stream
 from ..workers.failure_message import quotes
 from .display import Display, View, Whose
 from .held_tracebacks import HeldTracebacks, Traceback
-from .json_log import JsonLog
 from .lines import Lines
-from .output_files import OutputFiles
+from .output_files import OutputRecord
 
 # An unfinished line is shown when its worker has been quiet for this long: more than between two prints of one line.
 _QUIET_S = 0.15
 _STREAMS: tuple[Stream, Stream] = ("stdout", "stderr")
-
-
-class Records:
-    """The files of --output-filename and of --log-json, as far as the job has them.
-
-    Each method yields messages for the user where writing fails; the file then gets no more.
-    """
-
-    def __init__(self, files: OutputFiles | None = None, json_log: JsonLog | None = None) -> None:
-        self._files = files
-        self._json_log = json_log
-
-    def begin(self, worker: int) -> Iterator[str]:
-        """Makes the files of a worker of an elastic job, which is to be started."""
-        yield from self._keep(lambda files: files.add(worker))
-
-    def output(self, output: Output, rank: int | None) -> Iterator[str]:
-        yield from self._keep(lambda files: files.write(output))
-        yield from self._log(lambda log: log.output(output, rank))
-
-    def finish(self, worker: int, rank: int | None) -> Iterator[str]:
-        yield from self._keep(lambda files: files.finish(worker))
-        yield from self._log(lambda log: log.finish(worker, rank))
-
-    def event(self, kind: str, **facts: object) -> Iterator[str]:
-        yield from self._log(lambda log: log.event(kind, **facts))
-
-    def close(self) -> Iterator[str]:
-        yield from self._keep(lambda files: files.close())
-        yield from self._log(lambda log: log.close())
-
-    def _keep(self, write: Callable[[OutputFiles], str | None]) -> Iterator[str]:
-        if self._files is not None and (failure := write(self._files)) is not None:
-            yield failure
-
-    def _log(self, write: Callable[[JsonLog], str | None]) -> Iterator[str]:
-        if self._json_log is not None and (failure := write(self._json_log)) is not None:
-            self._json_log = None
-            yield failure
 
 
 class Screen:
@@ -84,7 +44,7 @@ class Screen:
         shown: Callable[[Output], object],
         *,
         display: Display | None = None,
-        records: Records | None = None,
+        records: Sequence[OutputRecord] = (),
         timestamps: bool = False,
         shows: Callable[[int, int | None], bool] = lambda _worker, _rank: True,
         rank_of: Callable[[int], int | None] = int,
@@ -101,7 +61,7 @@ class Screen:
         self._events = events
         self._shown = shown
         self._display = display or Display(post_failures(events))
-        self._records = records or Records()
+        self._records = records
         self._stamp: Callable[[], bytes] = _now if timestamps else bytes
         self._shows = shows
         self._rank_of = rank_of
@@ -126,7 +86,7 @@ class Screen:
 
     def begin(self, worker: int) -> None:
         """Makes the files of a worker of an elastic job, which is to be started."""
-        self._todo.put(lambda: self._tell(self._records.begin(worker)))
+        self._todo.put(lambda: self._keep(lambda record: record.begin(worker)))
 
     def set_rank(self, worker: int, rank: int | None) -> None:
         """Sets the rank in the prefix of the lines that a worker writes from now on."""
@@ -146,7 +106,7 @@ class Screen:
 
     def record(self, kind: str, **facts: object) -> None:
         """Writes an event to the file of --log-json, after what was shown before it."""
-        self._todo.put(lambda: self._tell(self._records.event(kind, **facts)))
+        self._todo.put(lambda: self._keep(lambda record: record.event(kind, **facts)))
 
     def set_status(self, *lines: str) -> None:
         """Draws these lines of the launcher below all output, in place of those before; none removes them."""
@@ -178,13 +138,14 @@ class Screen:
         for worker, _ in list(self._lines):
             self._finish(worker)
         self._display.erase()
-        self._tell(self._records.close())
+        self._keep(lambda record: record.close())
         self._events.put(ScreenDone())
 
-    def _tell(self, failures: Iterable[str]) -> None:
-        """Tells the user of records that cannot be written."""
-        for failure in failures:
-            self._say(failure)
+    def _keep(self, write: Callable[[OutputRecord], str | None]) -> None:
+        """Writes to all records, and tells the user of those that cannot be written."""
+        for record in self._records:
+            if (failure := write(record)) is not None:
+                self._say(failure)
 
     def _next_task(self) -> Callable[[], None] | None:
         while due := self._due():
@@ -210,19 +171,19 @@ class Screen:
 
     def _set_rank(self, worker: int, rank: int | None) -> None:
         self._ranks[worker] = rank
-        self._tell(self._records.event("rank", worker=worker, rank=rank))
+        self._keep(lambda record: record.event("rank", worker=worker, rank=rank))
         for stream in _STREAMS:
             if lines := self._lines.get((worker, stream)):
                 lines.prefix = self._prefix(worker, stream)
 
     def _show(self, output: Output) -> None:
-        worker, stream = output.worker, output.stream
-        self._tell(self._records.output(output, self._rank_now(worker)))
-        if self._drops or not self._shows(worker, self._rank_now(worker)):
+        worker, stream, rank = output.worker, output.stream, self._rank_now(output.worker)
+        self._keep(lambda record: record.output(output, rank))
+        if self._drops or not self._shows(worker, rank):
             self._shown(output)
             return
         if stream == "stderr":
-            for part in self._tracebacks.feed(worker, self._rank_now(worker), output.data):
+            for part in self._tracebacks.feed(worker, rank, output.data):
                 self._show_stderr(worker, part)
         else:
             for part in self._tracebacks.let_go(worker):
@@ -256,7 +217,8 @@ class Screen:
         self._display.show_unfinished(whose, self._lines[whose])
 
     def _finish(self, worker: int) -> None:
-        self._tell(self._records.finish(worker, self._rank_now(worker)))
+        rank = self._rank_now(worker)
+        self._keep(lambda record: record.finish(worker, rank))
         for part in self._tracebacks.end(worker):
             self._show_stderr(worker, part)
         for stream in _STREAMS:
@@ -266,7 +228,7 @@ class Screen:
         self._ranks.pop(worker, None)
 
     def _say(self, text: str) -> None:
-        self._tell(self._records.event("say", text=text))
+        self._keep(lambda record: record.event("say", text=text))
         self._show_those(lambda: self._tracebacks.quoted(lambda written: quotes(text, written)))
         self._display.say(text)
 

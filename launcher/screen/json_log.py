@@ -19,11 +19,15 @@ from collections.abc import Callable
 from hvdlite_wire.safe_paths import write_all, write_file
 
 from ..errors import UsageError, why_not_written
-from ..wire.messages import Output, Stream
+from ..system.signals import shell_code, signal_name
+from ..wire.messages import Event, Exited, InitDone, InitStarted, Interrupted, Lost, Output, Stalled, Started, Stream
+from ..workers.observer import Observer
+from ..workers.roster import Roster
 from .lines import MAX_LINE_BYTES
+from .output_files import OutputRecord
 
 
-class JsonLog:
+class JsonLog(OutputRecord):
     """The file. All calls come from the screen's thread. A failure is told once, and ends it; the job goes on."""
 
     def __init__(self, path: str, *, is_continued: bool = False, clock: Callable[[], float] = time.time) -> None:
@@ -42,7 +46,7 @@ class JsonLog:
             raise UsageError(f"--log-json: cannot write {path}: {why_not_written(error)}") from error
 
     def output(self, output: Output, rank: int | None) -> str | None:
-        """Writes the lines that this output completes; returns a message for the user if that fails."""
+        """Writes the lines that this output completes."""
         whose = output.worker, output.stream
         data = self._rest.pop(whose, b"") + output.data
         *lines, rest = data.split(b"\n")
@@ -68,7 +72,6 @@ class JsonLog:
         return self._write([{"time": self._now(), "kind": kind, **facts}]) or failure
 
     def close(self) -> str | None:
-        """Closes the file; returns a message for the user if what was written is not all in it."""
         if self._fd is None:
             return None
         fd, self._fd = self._fd, None
@@ -119,3 +122,34 @@ def _open_again(path: str) -> int:
 def _last_state(line: bytes) -> bytes:
     """Returns what a terminal shows of a line with carriage returns: what follows the last that something follows."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+class LogEvents(Observer):
+    """Writes what happens to a job, by the screen, which keeps the order of output and events."""
+
+    def __init__(self, roster: Roster, record: Callable[..., None]) -> None:
+        """``record`` gets the kind of each event and its facts by name: `Screen.record`."""
+        self._roster = roster
+        self._record = record
+
+    def on_event(self, event: Event) -> None:  # one place for all kinds
+        match event:
+            case Started() if event.worker in self._roster:
+                self._record("started", **self._about(event.worker), pid=event.pid)
+            case InitStarted() if event.worker in self._roster:
+                self._record("init", **self._about(event.worker))
+            case InitDone() if event.worker in self._roster:
+                self._record("connected", **self._about(event.worker))
+            case Stalled() if event.worker in self._roster:
+                self._record("stalled", **self._about(event.worker), waited_s=event.waited_s)
+            case Exited() if event.worker in self._roster:
+                code = shell_code(event.returncode)
+                self._record("exited", **self._about(event.worker), exit_code=code, peer_lost=event.peer_lost)
+            case Lost():
+                self._record("lost", host=event.host, why=event.why)
+            case Interrupted():
+                self._record("signal", signal=signal_name(event.signum))
+
+    def _about(self, worker: int) -> dict[str, object]:
+        record = self._roster[worker]
+        return {"worker": worker, "rank": record.rank, "host": record.host}

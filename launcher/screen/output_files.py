@@ -24,13 +24,40 @@ _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 _MOST_ENDED = 16
 
 
-class OutputFiles:
+class OutputRecord:
+    """Where output and events are kept besides the screen: here, nowhere.
+
+    Each method returns a message for the user where writing fails; the file then gets no more.
+    """
+
+    def begin(self, worker: int) -> str | None:
+        """Makes the files of a worker of an elastic job, which is to be started."""
+        return None
+
+    def output(self, output: Output, rank: int | None) -> str | None:
+        """Keeps what a worker has written, which has this rank."""
+        raise NotImplementedError
+
+    def finish(self, worker: int, rank: int | None) -> str | None:
+        """Takes note that a worker has ended."""
+        return None
+
+    def event(self, kind: str, **facts: object) -> str | None:
+        """Keeps something else that has happened."""
+        return None
+
+    def close(self) -> str | None:
+        """Closes all files; what they lack then is a failure, too."""
+        raise NotImplementedError
+
+
+class OutputFiles(OutputRecord):
     """The open files of all workers. Those of a job whose ranks stay are created before any worker starts."""
 
     def __init__(self, directory: str, ranks: Mapping[int, int], *, first: int | None = None) -> None:
         """``ranks`` are the ranks of all workers, by their numbers.
 
-        In an elastic job there are none, and ``first`` is the number of its first worker; `add` creates the files of
+        In an elastic job there are none, and ``first`` is the number of its first worker; `begin` creates the files of
         others. Raises `UsageError` if the files of these workers cannot be created.
         """
         self._directory = directory
@@ -50,8 +77,7 @@ class OutputFiles:
             self.close()
             raise UsageError(f"--output-filename: cannot write {_name(error)}: {why_not_written(error)}") from error
 
-    def add(self, worker: int) -> str | None:
-        """Creates the files of one more worker; returns a message for the user if that fails."""
+    def begin(self, worker: int) -> str | None:
         try:
             self._add(worker)
         except OSError as error:
@@ -76,11 +102,8 @@ class OutputFiles:
             raise
         self._files |= files
 
-    def finish(self, worker: int) -> str | None:
-        """Closes the files of a worker that has ended, after some more have: processes that it left may still write.
-
-        Returns a message for the user if what was written is not all in them; so does `close`.
-        """
+    def finish(self, worker: int, rank: int | None) -> str | None:
+        """Closes the files of a worker that has ended, after some more have: processes that it left may still write."""
         if worker not in self._added:
             return None
         self._added.remove(worker)
@@ -90,8 +113,7 @@ class OutputFiles:
         oldest = self._ended.popleft()
         return self._close([(oldest, stream) for stream in _STREAMS])
 
-    def write(self, output: Output) -> str | None:
-        """Appends output to its file; returns a message for the user if that fails. The file gets no more then."""
+    def output(self, output: Output, rank: int | None) -> str | None:
         whose = output.worker, output.stream
         if whose not in self._files:
             return None

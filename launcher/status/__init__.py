@@ -5,12 +5,12 @@
                                                  ◄── StatusTold about each worker
     RankStatus of each rank ──► find_cause ──► report_text ──► screen, --report-dir, who has asked
 
-`progress` asks how far the workers are. `first_minute` says what a job waits for that has just been started, and
-`late_start` has a report taken before a worker that does not come ends it. `console` is the socket on which a running
-job is asked, and its client.
+`progress` asks how far the workers are. `first_minute` says what a job waits for that has just been started, and has a
+report taken before a worker that does not come ends it. `console` is the socket on which a running job is asked, and
+its client.
 
 Modules import only what stands before them:
 
-    rank_status < causes < report_text < reports < progress < first_minute < late_start < job_facts
-        < job_view < live_view < watch < metrics < summary < other_networks < console
+    rank_status < causes < report_text < reports < progress < first_minute < job_facts < job_view < live_view < watch
+        < metrics < summary < console
 """

@@ -23,7 +23,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -32,7 +32,6 @@ from ..errors import JobEndsError, LauncherError, UsageError
 from ..system.table import table
 from ..system.terminal_text import command_in_one_line
 from ..wire.messages import ReportAsked, WatchAsked
-from .other_networks import advice, elsewhere
 
 _REPORT, _WATCH, _ABOUT = b"report\n", b"watch\n", b"about\n"
 _REQUEST_BYTES = 16
@@ -46,6 +45,9 @@ _LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNAB
 _LACKS_PAUSE_S = 0.2
 # How often it is tried to connect to one of which more is asked than it can take: others may ask without end.
 _TRIES, _TRIES_EACH_S = 50, 0.1
+
+# The last parts of the paths of programs, and the module, that run `launcher.__main__`.
+_PROGRAM, _MODULE = b"hvdlite-run", b"hvdlite_launcher"
 
 
 class Console:
@@ -269,3 +271,49 @@ def _user_of(connection: socket.socket) -> int:
     """Returns the user of the process at the other end, as the kernel says."""
     _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return int(uid)
+
+
+# -- jobs in other network namespaces, as of containers: none of them can be asked from here
+
+
+def elsewhere() -> list[int]:
+    """Returns the process numbers of this user's hvdlite-runs there, as far as they may be looked at."""
+    own = network_of("self")
+    return [] if own is None else [pid for pid in _launchers() if network_of(pid) not in (None, own)]
+
+
+def network_of(pid: int | str) -> str | None:
+    """Returns the network namespace of a process; None if it has ended, or may not be looked at."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return None
+
+
+def advice(pids: list[int]) -> str:
+    """Returns that they are there, and how to ask them; "" for none."""
+    if not pids:
+        return ""
+    are = "is" if len(pids) == 1 else "are"
+    return (
+        f"hvdlite-run {', '.join(map(str, pids))} {are} in another network namespace, as of a container: ask in there "
+        f"(docker exec, kubectl exec, nsenter --net=/proc/{pids[0]}/ns/net)"
+    )
+
+
+def _launchers() -> Iterator[int]:
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == os.geteuid():
+                with open(f"/proc/{name}/cmdline", "rb") as file:
+                    words = file.read(4096).split(b"\0")
+                if _is_launcher(words):
+                    yield int(name)
+
+
+def _is_launcher(words: list[bytes]) -> bool:
+    """Whether a process with these words runs jobs: as a script of its interpreter, or by ``-m``."""
+    begin = words[:6]
+    return any(os.path.basename(word) == _PROGRAM for word in begin[:2]) or (
+        b"-m" in begin[:-1] and begin[begin.index(b"-m") + 1] == _MODULE
+    )

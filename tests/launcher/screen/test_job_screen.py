@@ -7,7 +7,6 @@ import time
 from queue import SimpleQueue
 
 import pytest
-from hvdlite_launcher.screen.job_screen import Records
 from hvdlite_launcher.screen.lines import BAR_EACH_S, MAX_LINE_BYTES, Lines
 from hvdlite_launcher.screen.output_files import OutputFiles
 from hvdlite_launcher.wire.messages import Output, ScreenDone, ScreenFailed
@@ -161,7 +160,7 @@ def test_a_file_that_cannot_be_written_is_told_once_and_the_job_goes_on(pipe, tm
     (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
     events = SimpleQueue()
     files = OutputFiles(str(tmp_path), {0: 0})
-    screen = screen_on(pipe[1], pipe[1], events, environ={}, records=Records(files))
+    screen = screen_on(pipe[1], pipe[1], events, environ={}, records=[files])
     _outputs(screen, *[Output(0, "stdout", b"line\n")] * 3)
     assert isinstance(events.get(timeout=60), ScreenDone)
     os.close(pipe[1])
@@ -174,7 +173,7 @@ def test_files_of_a_new_worker_that_cannot_be_created_are_told_and_the_job_goes_
     events = SimpleQueue()
     files = OutputFiles(str(tmp_path), {}, first=0)
     (tmp_path / "worker.1").touch()
-    screen = screen_on(pipe[1], pipe[1], events, environ={}, records=Records(files))
+    screen = screen_on(pipe[1], pipe[1], events, environ={}, records=[files])
     screen.begin(1)
     _outputs(screen, Output(1, "stdout", b"one\n"), Output(0, "stdout", b"zero\n"))
     assert isinstance(events.get(timeout=60), ScreenDone)

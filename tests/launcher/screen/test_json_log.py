@@ -6,8 +6,7 @@ import os
 
 import pytest
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.screen.json_log import JsonLog
-from hvdlite_launcher.screen.log_events import LogEvents
+from hvdlite_launcher.screen.json_log import JsonLog, LogEvents
 from hvdlite_launcher.wire.messages import Exited, InitDone, Interrupted, Lost, Output, Started
 from hvdlite_launcher.workers.roster import Roster
 from hypothesis import given

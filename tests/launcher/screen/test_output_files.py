@@ -22,7 +22,7 @@ def test_the_directories_sort_by_rank(tmp_path, size, first, last):
 
 def test_a_worker_s_files_are_named_by_its_rank(tmp_path):
     files = OutputFiles(str(tmp_path), {7: 0, 0: 1})
-    files.write(Output(7, "stdout", b"first"))
+    files.output(Output(7, "stdout", b"first"), None)
     files.close()
     assert [(tmp_path / f"rank.{rank}" / "stdout").read_bytes() for rank in (0, 1)] == [b"first", b""]
 
@@ -30,9 +30,9 @@ def test_a_worker_s_files_are_named_by_its_rank(tmp_path):
 def test_each_stream_has_its_bytes_and_none_of_an_earlier_job(tmp_path):
     for text in (b"a longer text of an earlier job", b"text"):
         files = OutputFiles(str(tmp_path / "not" / "yet"), {0: 0, 1: 1})
-        files.write(Output(1, "stdout", text[:2]))
-        files.write(Output(1, "stderr", b"\xff\r"))
-        files.write(Output(1, "stdout", text[2:]))
+        files.output(Output(1, "stdout", text[:2]), None)
+        files.output(Output(1, "stderr", b"\xff\r"), None)
+        files.output(Output(1, "stdout", text[2:]), None)
         files.close()
     written = {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("std*")}
     assert written == {
@@ -55,8 +55,8 @@ def test_what_cannot_be_written_is_named_and_nothing_stays_open(tmp_path):
 def test_what_a_process_writes_that_an_ended_worker_has_left_is_in_its_file(tmp_path):
     files = OutputFiles(str(tmp_path), {number: number for number in range(40)})
     for number in range(40):
-        files.finish(number)
-    files.write(Output(0, "stdout", b"late"))
+        files.finish(number, None)
+    files.output(Output(0, "stdout", b"late"), None)
     files.close()
     assert (tmp_path / "rank.00" / "stdout").read_bytes() == b"late"
 
@@ -65,12 +65,12 @@ def test_any_number_of_workers_of_an_elastic_job_have_some_open_files(tmp_path):
     files = OutputFiles(str(tmp_path), {})
     open_files = []
     for worker in range(60):
-        files.add(worker)
-        files.write(Output(worker, "stdout", b"first "))
-        files.finish(worker)
-        files.write(Output(worker, "stdout", b"late"))
+        files.begin(worker)
+        files.output(Output(worker, "stdout", b"first "), None)
+        files.finish(worker, None)
+        files.output(Output(worker, "stdout", b"late"), None)
         open_files.append(len(files._files))
-    files.write(Output(0, "stdout", b"much too late"))
+    files.output(Output(0, "stdout", b"much too late"), None)
     files.close()
     assert (tmp_path / "worker.59" / "stdout").read_bytes() == b"first late"
     assert (tmp_path / "worker.0" / "stdout").read_bytes() == b"first late"
@@ -82,8 +82,8 @@ def test_a_full_disk_is_told_once_for_all_files_without_a_remedy_that_cannot_hel
         (tmp_path / f"rank.{rank}").mkdir()
         (tmp_path / f"rank.{rank}" / "stdout").symlink_to("/dev/full")
     files = OutputFiles(str(tmp_path), {0: 0, 1: 1})
-    told = [files.write(Output(rank, "stdout", b"text")) for rank in (0, 0, 1)]
-    assert files.write(Output(1, "stderr", b"text")) is None
+    told = [files.output(Output(rank, "stdout", b"text"), None) for rank in (0, 0, 1)]
+    assert files.output(Output(1, "stderr", b"text"), None) is None
     files.close()
     assert told == [
         f"--output-filename: {tmp_path}/rank.0/stdout cannot be written any more: no space or no inodes left: "
@@ -96,15 +96,15 @@ def test_a_full_disk_is_told_once_for_all_files_without_a_remedy_that_cannot_hel
 
 def test_a_directory_that_is_removed_while_the_job_runs_is_told_once(tmp_path):
     files = OutputFiles(str(tmp_path), {0: 0, 1: 1})
-    assert files.write(Output(0, "stdout", b"x")) is None
+    assert files.output(Output(0, "stdout", b"x"), None) is None
     shutil.rmtree(tmp_path / "rank.0")
-    told = [files.write(Output(0, stream, b"x")) for stream in ("stdout", "stderr")]
+    told = [files.output(Output(0, stream, b"x"), None) for stream in ("stdout", "stderr")]
     assert told == [
         f"--output-filename: {tmp_path}/rank.0/stdout cannot be written any more: it was removed. "
         "The job goes on without it, and without others like it",
         None,
     ]
-    assert files.write(Output(1, "stdout", b"x")) is None
+    assert files.output(Output(1, "stdout", b"x"), None) is None
     files.close()
     assert (tmp_path / "rank.1" / "stdout").read_bytes() == b"x"
 

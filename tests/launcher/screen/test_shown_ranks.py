@@ -11,7 +11,6 @@ from hvdlite_launcher.cli.hvdlite_run import job_of, main, read_flags
 from hvdlite_launcher.errors import UsageError
 from hvdlite_launcher.plan.job_spec import JobSpec
 from hvdlite_launcher.plan.slots import plan_slots
-from hvdlite_launcher.screen.job_screen import Records
 from hvdlite_launcher.screen.output_files import OutputFiles
 from hvdlite_launcher.screen.shown_ranks import shown_by_rank, shown_by_slots
 from hvdlite_launcher.wire.messages import Output, ScreenDone
@@ -64,9 +63,7 @@ def test_what_is_not_shown_is_in_the_files_and_counts_as_shown(tmp_path):
     reads, writes = os.pipe()
     events, accounted = SimpleQueue(), []
     files = OutputFiles(str(tmp_path), {0: 0, 1: 1})
-    screen = screen_on(
-        writes, writes, events, accounted.append, records=Records(files), shows=lambda worker, _: worker == 0
-    )
+    screen = screen_on(writes, writes, events, accounted.append, records=[files], shows=lambda worker, _: worker == 0)
     outputs = [Output(worker, "stdout", b"from %d\n" % worker) for worker in (1, 0)]
     for output in outputs:
         screen.show(output)

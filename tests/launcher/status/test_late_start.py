@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from endings import ending_of
-from hvdlite_launcher.status.late_start import LateStart
+from hvdlite_launcher.status.first_minute import LateStart
 from hvdlite_launcher.wire.messages import Event, Exited, InitDone, InitFailed, InitStarted, Output
 
 

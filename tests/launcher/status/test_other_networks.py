@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from hvdlite_launcher.status import other_networks
-from hvdlite_launcher.status.other_networks import advice, elsewhere
+from hvdlite_launcher.status import console
+from hvdlite_launcher.status.console import advice, elsewhere
 
 WAITS = "import sys; print(flush=True); sys.stdin.read()"
 
@@ -26,7 +26,7 @@ WAITS = "import sys; print(flush=True); sys.stdin.read()"
     ],
 )
 def test_a_launcher_is_known_by_its_command(words, is_one):
-    assert other_networks._is_launcher([word.encode() for word in words]) is is_one
+    assert console._is_launcher([word.encode() for word in words]) is is_one
 
 
 def test_those_elsewhere_are_advised_to_be_asked_there():
@@ -40,8 +40,8 @@ def test_only_launchers_in_other_namespaces_that_can_be_looked_at_are_elsewhere(
         # Before a process has begun its program, its command is empty.
         process.stdout.readline()
         assert process.pid not in elsewhere()
-        assert other_networks.network_of(process.pid) == os.readlink("/proc/self/ns/net")
+        assert console.network_of(process.pid) == os.readlink("/proc/self/ns/net")
         for network, found in (("net:[2]", [process.pid]), ("net:[1]", []), (None, [])):
             networks = {"self": "net:[1]", process.pid: network}
-            monkeypatch.setattr(other_networks, "network_of", networks.get)
+            monkeypatch.setattr(console, "network_of", networks.get)
             assert elsewhere() == found
