@@ -24,7 +24,7 @@ from .store_client import StoreClient
 
 
 class Keepalive(Protocol):
-    """For how long nothing has come from other hosts: `comm.keepalive.Keepalive`."""
+    """For how long nothing has come from other hosts: `comm.gloo.Connections`."""
 
     @property
     def addresses(self) -> tuple[str, ...]: ...

@@ -327,10 +327,8 @@ def shutdown() -> None:
     _note_progress()
     if leaving.survival is not None:
         leaving.survival.end()
-    if leaving.connecting is not None:
-        # A thread that still waits for a lost rank would be in the way of the next world's groups.
-        leaving.connecting.give_up_begun()
-        leaving.connecting.close()
+    if leaving.ends is not None:
+        leaving.ends.give_up("hvd.shutdown() was called")
     # Run in reverse order. The stack runs all of them even if one raises or is interrupted.
     with contextlib.ExitStack() as steps:
         steps.callback(_process.world_left)
@@ -410,9 +408,9 @@ def revoke(generation: int, reason: str) -> None:
     world.controller.revoke(reason)
     for group in (world.group, *world.sets.groups()):
         group.revoke(reason)
-    if world.connecting is not None:
+    if world.ends is not None:
         # Optimizers and process sets open groups after `init`.
-        world.connecting.give_up_begun()
+        world.ends.give_up(reason)
 
 
 def require_ended(what: str) -> None:
