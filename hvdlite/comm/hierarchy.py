@@ -18,7 +18,7 @@ import threading
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -85,14 +85,7 @@ class HierarchicalEngine(DelegatingEngine):
         self._state.require_open()
         if not self._takes(tensor):
             return self.flat.allreduce(tensors, opts)
-        whole = tensor.view(-1)
-        even = whole.numel() - whole.numel() % self._local_size
-        # The flat engine reduces the few elements that do not divide by the local size, at the same time.
-        rest = self.flat.allreduce([whole[even:]], opts) if even < whole.numel() else None
-        return self._run(
-            _AllReduceSteps(self._across, self._gather, whole[:even], self._local_size, rest, opts, self._shards),
-            tensor,
-        )
+        return self._run(self._allreduce_steps(tensor.view(-1), opts), tensor)
 
     def reduce_scatter_base(
         self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
@@ -100,20 +93,55 @@ class HierarchicalEngine(DelegatingEngine):
         self._state.require_open()
         if not self._takes(input):
             return self.flat.reduce_scatter_base(output, input, counts, opts)
-        return self._run(
-            _ReduceScatterSteps(self._across, output, input, counts, self._host_groups, opts, self._shards), input
-        )
+        return self._run(self._reduce_scatter_steps(output, input, counts, opts), input)
+
+    def _allreduce_steps(self, whole: Tensor, opts: dist.AllreduceOptions) -> _Steps:
+        even = whole.numel() - whole.numel() % self._local_size
+        main, shard = whole[:even], self._shards.take(even // self._local_size, whole)
+        # The flat engine reduces the few elements that do not divide by the local size, at the same time.
+        rest = self.flat.allreduce([whole[even:]], opts) if even < whole.numel() else None
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = opts.reduceOp
+        within = self._scatter.reduce_scatter_base(shard, main, [shard.numel()] * self._local_size, options)
+        yield within
+        within.wait()
+        across = self._across.allreduce([shard], opts)
+        yield across
+        across.wait()
+        if rest is not None:
+            rest.wait()
+        yield self._gather.allgather_base(main, shard)
+        self._shards.give_back(shard)
+
+    def _reduce_scatter_steps(
+        self, output: Tensor, input: Tensor, counts: Sequence[int], opts: dist.ReduceScatterOptions
+    ) -> _Steps:
+        # The first step gives each rank the parts of all ranks with its local rank, and the second leaves its own part.
+        # For each local rank, the ranks that have it:
+        columns = list(zip(*self._host_groups.hosts, strict=True))
+        parts = pieces_of(input, counts)
+        sent = torch.cat([parts[rank] for column in columns for rank in column])
+        counts_across = [counts[rank] for rank in self._host_groups.across]
+        shard = self._shards.take(sum(counts_across), input)
+        counts_within = [sum(counts[rank] for rank in column) for column in columns]
+        within = self._scatter.reduce_scatter_base(shard, sent, counts_within, opts)
+        yield within
+        within.wait()
+        across = self._across.reduce_scatter_base(output, shard, counts_across, opts)
+        yield across
+        yield across
+        self._shards.give_back(shard)
 
     def _takes(self, tensor: Tensor) -> bool:
         return tensor.device.type in self.devices and tensor.numel() * tensor.element_size() >= LEAST_BYTES
 
     def _run(self, steps: _Steps, tensor: Tensor) -> EngineWork:
-        steps.begin(self._scatter)
+        next(steps)
         if tensor.is_cuda:
             # Waits of a CUDA engine block the current stream: make that this engine's own stream, not the program's.
             with torch.cuda.stream(self._stream(tensor.device)):
-                steps.cross()
-                return _Holding(steps.gather(), steps)
+                next(steps)
+                return _Holding(next(steps), steps)
         if self._step_threads is None:
             self._step_threads = _StepThreads(self._host_groups.within)
         return self._step_threads.run(steps)
@@ -142,115 +170,12 @@ class HierarchicalEngine(DelegatingEngine):
             part.close()
 
 
-class _Steps(Protocol):
-    """The steps of one tensor's collective; each begins when the one before is over."""
+_Steps: TypeAlias = Iterator[EngineWork]
+"""The three steps of one tensor's collective, each yielded once it has begun; the end of the last is that of all.
 
-    def begin(self, scatter: Engine, /) -> None:
-        """Begin the first step, within the host."""
-        ...
-
-    def cross(self) -> None:
-        """Wait for the first step (on CUDA the current stream waits), and begin the second, between hosts."""
-        ...
-
-    def gather(self) -> EngineWork:
-        """Wait likewise for the second step, begin the third, and return it: its end is the end of the collective."""
-        ...
-
-    def finish(self) -> None:
-        """Release the shard's memory. All steps must be over."""
-        ...
-
-
-class _AllReduceSteps:
-    """Reduce-scatter within the host, all-reduce of the shard between hosts, all-gather within the host."""
-
-    def __init__(
-        self,
-        across: Engine,
-        gather: Engine,
-        main: Tensor,
-        local_size: int,
-        rest: EngineWork | None,
-        opts: dist.AllreduceOptions,
-        shards: _Shards,
-    ) -> None:
-        self._across = across
-        self._gather = gather
-        self._main = main
-        self._shards = shards
-        self._shard = shards.take(main.numel() // local_size, main)
-        self._rest = rest
-        self._opts = opts
-        self._scattered: EngineWork | None = None
-        self._crossing: EngineWork | None = None
-
-    def begin(self, scatter: Engine) -> None:
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = self._opts.reduceOp
-        counts = [self._shard.numel()] * (self._main.numel() // self._shard.numel())
-        self._scattered = scatter.reduce_scatter_base(self._shard, self._main, counts, options)
-
-    def cross(self) -> None:
-        assert self._scattered is not None, "begun before"
-        self._scattered.wait()
-        self._crossing = self._across.allreduce([self._shard], self._opts)
-
-    def gather(self) -> EngineWork:
-        assert self._crossing is not None, "begun before"
-        self._crossing.wait()
-        if self._rest is not None:
-            self._rest.wait()
-        return self._gather.allgather_base(self._main, self._shard)
-
-    def finish(self) -> None:
-        self._shards.give_back(self._shard)
-
-
-class _ReduceScatterSteps:
-    """Reduce-scatter within the host, then reduce-scatter between hosts.
-
-    The first step gives each rank the parts of all ranks with its local rank, and the second leaves its own part.
-    """
-
-    def __init__(
-        self,
-        across: Engine,
-        output: Tensor,
-        input: Tensor,
-        counts: Sequence[int],
-        host_groups: HostGroups,
-        opts: dist.ReduceScatterOptions,
-        shards: _Shards,
-    ) -> None:
-        self._across = across
-        self._output = output
-        self._opts = opts
-        self._shards = shards
-        # For each local rank, the ranks that have it.
-        columns = list(zip(*host_groups.hosts, strict=True))
-        parts = pieces_of(input, counts)
-        self._sent = torch.cat([parts[rank] for column in columns for rank in column])
-        self._counts_within = [sum(counts[rank] for rank in column) for column in columns]
-        self._counts_across = [counts[rank] for rank in host_groups.across]
-        self._shard = shards.take(sum(self._counts_across), input)
-        self._scattered: EngineWork | None = None
-        self._crossing: EngineWork | None = None
-
-    def begin(self, scatter: Engine) -> None:
-        self._scattered = scatter.reduce_scatter_base(self._shard, self._sent, self._counts_within, self._opts)
-
-    def cross(self) -> None:
-        assert self._scattered is not None, "begun before"
-        self._scattered.wait()
-        self._crossing = self._across.reduce_scatter_base(self._output, self._shard, self._counts_across, self._opts)
-
-    def gather(self) -> EngineWork:
-        assert self._crossing is not None, "begun before"
-        return self._crossing
-
-    def finish(self) -> None:
-        self._shards.give_back(self._shard)
+To go on is to wait for the step before (on CUDA the current stream waits), and at the end to release memory. What the
+steps use is kept in memory as long as the iterator.
+"""
 
 
 class _Shards:
@@ -330,7 +255,7 @@ class _StepThreads:
 
     def wait_until_idle(self) -> None:
         """Wait until everything queued so far has ended or failed."""
-        self.run(_NoSteps()).wait()
+        self.run(iter([Done(), Done()])).wait()
 
     def close(self) -> None:
         """End the threads, which then drop their references to engines.
@@ -344,7 +269,7 @@ class _StepThreads:
     def _cross(self) -> None:
         while (item := self._scattered.get()) is not None:
             with self._failing(item[1]):
-                item[0].cross()
+                next(item[0])
                 self._crossed.put(item)
             # The variable would keep the engines and memory alive until the next item.
             del item
@@ -353,8 +278,8 @@ class _StepThreads:
     def _gather(self) -> None:
         while (item := self._crossed.get()) is not None:
             with self._failing(item[1]):
-                item[0].gather().wait()
-                item[0].finish()
+                next(item[0]).wait()
+                next(item[0], None)
                 item[1].set_result(None)
             del item
 
@@ -370,22 +295,6 @@ class _StepThreads:
 
 
 _QueuedSteps: TypeAlias = tuple[_Steps, "torch.futures.Future[None]"]
-
-
-class _NoSteps:
-    """Steps that do nothing: they end once all steps queued before them have ended."""
-
-    def begin(self, scatter: Engine) -> None:
-        return
-
-    def cross(self) -> None:
-        return
-
-    def gather(self) -> EngineWork:
-        return Done()
-
-    def finish(self) -> None:
-        return
 
 
 class _StepsWork:
