@@ -41,7 +41,7 @@ MANY_ARGUMENTS = {
     "RayExecutor": 14,
     "SyncBatchNorm": 9,
 }
-MANY_MODULES = {"hvdlite/rendezvous": 19}
+MANY_MODULES = {}
 # `hvd.Compression` and `horovod.torch.Compression`, and the executors of both packages.
 TWICE = {"Compression": 2, "RayExecutor": 2}
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..comm.group import Group
-from ..comm.host_groups import host_groups_of
+from ..comm.hierarchy import host_groups_of
 from ..comm.work import Work
 from .flags import ParticipantCount
 from .plan import BucketPlan

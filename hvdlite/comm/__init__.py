@@ -8,6 +8,6 @@ writes this rank's events to its part of a timeline.
 Modules import only what stands before them:
 
     connecting < deferred_close < gloo < flat_bytes < engine < torch_engine
-        < torch_factory < host_groups < hierarchy < recorder < reduce_op < step_clock < work < signed_call
+        < torch_factory < hierarchy < recorder < reduce_op < step_clock < work < signed_call
         < group < hierarchy_selection
 """

@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
@@ -26,7 +27,6 @@ from torch import Tensor
 
 from .engine import DelegatingEngine, Done, Engine, EngineWork, HasMemory, PeerGoneError
 from .flat_bytes import pieces_of
-from .host_groups import HostGroups
 
 # Smaller tensors take one step, which is faster than three on any network.
 LEAST_BYTES = 64 * 2**10
@@ -35,6 +35,35 @@ _CLOSING_S = 1.0
 
 # The most memory kept for later shards; the shards of one step's buckets need less.
 _MOST_KEPT_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class HostGroups:
+    """One rank's groups, each in the order of ranks.
+
+    ``within`` are the ranks on this rank's host. ``across`` are the ranks with its local rank, one on each host.
+    ``hosts`` are the ranks of every host.
+    """
+
+    within: tuple[int, ...]
+    across: tuple[int, ...]
+    hosts: tuple[tuple[int, ...], ...]
+
+
+def host_groups_of(rank: int, nodes: Sequence[Hashable]) -> HostGroups | None:
+    """Returns the host groups of ``rank``; ``nodes`` are the hosts by rank.
+
+    None where there are no two levels: one host, one rank per host, or hosts with different numbers of ranks.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for other, node in enumerate(nodes):
+        members.setdefault(node, []).append(other)
+    within = members[nodes[rank]]
+    if len(members) == 1 or len(within) == 1 or len({len(ranks) for ranks in members.values()}) > 1:
+        return None
+    local_rank = within.index(rank)
+    hosts = tuple(tuple(ranks) for ranks in members.values())
+    return HostGroups(tuple(within), tuple(ranks[local_rank] for ranks in hosts), hosts)
 
 
 class HierarchicalEngine(DelegatingEngine):

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from ..log import log
 from .engine import Engine, EngineFactory
 from .group import Group
-from .hierarchy import HierarchicalEngine
-from .host_groups import HostGroups, host_groups_of
+from .hierarchy import HierarchicalEngine, HostGroups, host_groups_of
 
 _TRIAL_BYTES = (2**20, 16 * 2**20)
 _WARM_UP, _TRIALS = 2, 5

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from ..rendezvous.given_place import GivenPlace
-from ..rendezvous.placement import Placement, placements_to_topology
+from ..rendezvous.placement import GivenPlace, Placement, placements_to_topology
 from ..runtime.world import take_place
 from .ray_package import import_ray
 from .store_actor import RayStore

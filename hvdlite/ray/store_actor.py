@@ -82,7 +82,7 @@ def start_store() -> Any:
 
 
 class RayStore:
-    """A worker's connection to the `StoreActor`: a `rendezvous.given_place.StoreConnection`. Any thread may use it."""
+    """A worker's connection to the `StoreActor`: a `rendezvous.placement.StoreConnection`. Any thread may use it."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor

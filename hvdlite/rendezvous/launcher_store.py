@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hvdlite_wire.store_requests import StoreRequest
 from torch._C._distributed_c10d import Store
 
-from .given_place import StoreConnection
+from .placement import StoreConnection
 
 # Keeps all instances alive: C++ holds only the C++ part of an instance, and fails once Python has collected the
 # Python part with the methods. A process makes one for each store, see `process_state`.

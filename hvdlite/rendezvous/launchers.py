@@ -113,6 +113,17 @@ TORCHRUN = Launcher(
     port="MASTER_PORT",
     others="another launcher that sets RANK and WORLD_SIZE",
 )
+_BY_PMI = Launcher(
+    MPICH,
+    signs=("PMI_RANK",),
+    rank="PMI_RANK",
+    size="PMI_SIZE",
+    node="MPIR_CVAR_CH3_INTERFACE_HOSTNAME",
+    optional=("MPIR_CVAR_CH3_INTERFACE_HOSTNAME",),
+    is_asked_by_pmi=True,
+    hidden_from_workers=True,
+    others="another that sets PMI_RANK",
+)
 # Where RANK counts nodes, one of these is the number of processes of each; "auto" and "gpu" are torchrun's words.
 _PROCESSES_OF_A_NODE = ("LOCAL_WORLD_SIZE", "NPROC_PER_NODE", "PET_NPROC_PER_NODE")
 
@@ -135,19 +146,7 @@ LAUNCHERS = (
         own_addresses="OMPI_MCA_orte_hnp_uri",
         hidden_from_workers=True,
     ),
-    Launcher(
-        MPICH,
-        signs=("MPI_LOCALRANKID",),
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_size="MPI_LOCALNRANKS",
-        node="MPIR_CVAR_CH3_INTERFACE_HOSTNAME",
-        optional=("MPIR_CVAR_CH3_INTERFACE_HOSTNAME",),
-        is_asked_by_pmi=True,
-        hidden_from_workers=True,
-        others="another that sets PMI_RANK",
-    ),
+    replace(_BY_PMI, signs=("MPI_LOCALRANKID",), local_rank="MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS"),
     # SLURM_STEP_ID is not set in the shell of salloc or sbatch: a program started there is a single process.
     Launcher(
         SLURM,
@@ -162,17 +161,7 @@ LAUNCHERS = (
         reserved_ports="SLURM_STEP_RESV_PORTS",
     ),
     # After Slurm, which sets PMI_RANK too.
-    Launcher(
-        MPICH,
-        signs=("PMI_RANK",),
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        node="MPIR_CVAR_CH3_INTERFACE_HOSTNAME",
-        optional=("MPIR_CVAR_CH3_INTERFACE_HOSTNAME",),
-        is_asked_by_pmi=True,
-        hidden_from_workers=True,
-        others="another that sets PMI_RANK",
-    ),
+    _BY_PMI,
 )
 """All launchers, in the order of precedence: the first one whose signs are set counts."""
 

@@ -35,8 +35,7 @@ from .host_address import own_address
 from .launchers import Launcher, launcher_named
 from .local_exchange import ask_local_rank_0, give_to_local_ranks
 from .placement import Placement
-from .pmi import exchange_by_pmi, finalize_pmi, open_connection
-from .pmix import exchange_by_pmix
+from .pmi import exchange_by_pmi, exchange_by_pmix, finalize_pmi, open_connection
 from .process_state import ProcessState
 from .secret import new_secret
 

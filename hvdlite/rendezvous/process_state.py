@@ -42,8 +42,8 @@ import torch.distributed as dist
 from hvdlite_wire.assignments import NewWorkerPolicy, RankAssignment
 
 from .. import forks
-from .given_place import GivenPlace
-from .responder import Keepalive
+from .key_listener import Keepalive
+from .placement import GivenPlace
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 

@@ -26,9 +26,8 @@ from ..comm.engine import SingleRankFactory
 from ..comm.torch_factory import TorchEngineFactory
 from ..environment import Environment
 from ..errors import CommunicationError, LaunchEnvironmentError, lack_of
-from ..rendezvous.given_place import GivenPlace
 from ..rendezvous.launchers import read_elastic_worker, read_placement, refuse_horovod_rank
-from ..rendezvous.placement import Placement
+from ..rendezvous.placement import GivenPlace, Placement
 from ..rendezvous.process_state import ProcessState
 from .connect_ranks import LauncherEnd, connect_all, store_client
 from .elastic_world import connect_elastic

@@ -29,10 +29,9 @@ from ..comm.connecting import Ends
 from ..comm.gloo import Connections, open_proven
 from ..comm.torch_factory import TorchEngineFactory, allow_collectives
 from ..errors import CommunicationError, LaunchEnvironmentError, MismatchError
-from ..rendezvous.given_place import StoreConnection
 from ..rendezvous.host_address import no_connection_between
 from ..rendezvous.launcher_store import LauncherStore
-from ..rendezvous.placement import Placement
+from ..rendezvous.placement import Placement, StoreConnection
 from ..rendezvous.process_state import ProcessState
 from ..rendezvous.rank_info import RankInfo
 from ..rendezvous.store_client import StoreClient

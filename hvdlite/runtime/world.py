@@ -38,12 +38,11 @@ from ..errors import (
 )
 from ..log import log
 from ..outside_graphs import outside_graphs
-from ..rendezvous.given_place import GivenPlace
-from ..rendezvous.key_listener import KeyListener
+from ..rendezvous.key_listener import KeyListener, respond
 from ..rendezvous.last_votes import LastVotes, leave_last_votes, read_last_votes
 from ..rendezvous.launchers import read_elastic_worker
+from ..rendezvous.placement import GivenPlace
 from ..rendezvous.process_state import ProcessState
-from ..rendezvous.responder import respond
 from ..rendezvous.store_client import StoreClient
 from ..rendezvous.taken_place import mark_taken, place_in, require_free
 from ..rendezvous.wait_for_rank import tell_of_program

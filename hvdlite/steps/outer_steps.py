@@ -31,7 +31,7 @@ from ..buckets.step_trace import StepTrace
 from ..calls.mismatch import name_ranks
 from ..comm.flat_bytes import as_real, flat_of
 from ..comm.group import Group
-from ..comm.host_groups import host_groups_of
+from ..comm.hierarchy import host_groups_of
 from ..comm.work import Work
 from ..compression.codecs import Codec
 from ..errors import GradientError, MismatchError

@@ -12,8 +12,8 @@ from ranks import CountingEngine, run_ranks
 from hvdlite.comm import hierarchy, hierarchy_selection
 from hvdlite.comm.engine import Engine, SingleRankEngine
 from hvdlite.comm.group import Group
+from hvdlite.comm.hierarchy import HostGroups, host_groups_of
 from hvdlite.comm.hierarchy_selection import HierarchicalEngineFactory, choose_levels, fastest
-from hvdlite.comm.host_groups import HostGroups, host_groups_of
 from hvdlite.comm.reduce_op import Max, Min, Product, Sum
 from hvdlite.errors import PeerLostError
 

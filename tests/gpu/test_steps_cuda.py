@@ -16,8 +16,8 @@ import hvdlite as hvd
 from hvdlite.comm.connecting import ConnectingRanks, InitTimeout
 from hvdlite.comm.engine import EngineFactory, SingleRankFactory
 from hvdlite.comm.group import Group
+from hvdlite.comm.hierarchy import HostGroups
 from hvdlite.comm.hierarchy_selection import HierarchicalEngineFactory
-from hvdlite.comm.host_groups import HostGroups
 from hvdlite.comm.torch_factory import SubsetEngineFactory
 from hvdlite.signing import Signer
 

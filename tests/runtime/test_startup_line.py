@@ -9,8 +9,7 @@ import torch
 
 import hvdlite as hvd
 from hvdlite.comm.engine import SingleRankEngine
-from hvdlite.comm.hierarchy import HierarchicalEngine
-from hvdlite.comm.host_groups import HostGroups
+from hvdlite.comm.hierarchy import HierarchicalEngine, HostGroups
 from hvdlite.environment import Environment
 from hvdlite.log import open_log
 from hvdlite.runtime.startup_line import describe_start, log_startup
