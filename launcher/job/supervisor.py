@@ -15,8 +15,8 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import Protocol
 
+from ..elastic.elastic_job import ElasticJob
 from ..screen.job_screen import Screen
 from ..status.reports import Reports
 from ..system.signals import shell_code
@@ -28,7 +28,6 @@ from ..wire.messages import (
     Event,
     Exited,
     FaultAsked,
-    HostEvent,
     HostsFound,
     InitDone,
     InitFailed,
@@ -54,27 +53,11 @@ from ..wire.messages import (
 )
 from ..workers.ending import Ending
 from ..workers.failure_message import JobOutcome
+from ..workers.first_failure import FirstFailure
 from ..workers.observer import Observer
 from .launcher_stdin import Stdin
 
-
-class Judgement(Protocol):
-    """Decides what the events of a job mean for it. `first_failure.FirstFailure` describes each method."""
-
-    @property
-    def goes_on(self) -> bool: ...
-    @property
-    def knows_failure(self) -> bool: ...
-    def on_init(self, event: InitStarted | InitDone | InitFailed) -> None: ...
-    def on_alive(self, alive: Alive) -> None: ...
-    def on_exit(self, end: Exited) -> None: ...
-    def on_lost(self, lost: Lost) -> None: ...
-    def on_refused(self, refused: Refused) -> None: ...
-    def on_hosts(self, event: HostEvent) -> None: ...
-    def decide(self, outcome: JobOutcome) -> None: ...
-    def settle(self) -> None: ...
-    def time_left_s(self) -> float | None: ...
-    def time_passes(self) -> None: ...
+Judgement = FirstFailure | ElasticJob
 
 
 class Supervisor:
