@@ -5,7 +5,7 @@
 
 Modules import only what stands before them:
 
-    opening < tuning < own_engine < param_hooks < surplus < reducer < autotune < arguments < optimizer_proxy
-        < fill_tensors < optimizer_state < step_by_bucket < clipping < horovod_attributes < averaging_optimizer
+    opening < tuning < own_engine < param_hooks < surplus < reducer < autotune < arguments < followed_groups
+        < optimizer_proxy < fill_tensors < optimizer_state < step_by_bucket < clipping < averaging_optimizer
         < optimizer < checkpoint_file < checkpoint
 """

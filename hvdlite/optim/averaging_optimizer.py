@@ -14,8 +14,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
-from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -25,10 +23,12 @@ from ..buckets.gradient_state import explaining_lost_graphs
 from ..buckets.weights import FIRST_REFERENCE, no_loss
 from ..errors import GradientError
 from ..outside_graphs import keep_outside_graphs
+from ..steps.step_state import StepState
 from ..values import shown, whole_number
-from .arguments import check_trained, check_weighted, names_of_new
+from .arguments import check_weighted
 from .clipping import NormClipper
-from .horovod_attributes import HorovodsAttributes
+from .followed_groups import FollowedGroups
+from .optimizer_proxy import HorovodsAttributes
 from .reducer import Reducer
 from .step_by_bucket import StepByBucket
 
@@ -61,6 +61,46 @@ class _DiscardedError(Exception):
     """Leaves the wrapped optimizer's step with a closure, since all ranks discard the step."""
 
 
+class _UseWarnings:
+    """Warns where a program calls `synchronize` or counts its passes otherwise than it means to."""
+
+    def __init__(self, state: StepState) -> None:
+        self._state = state
+        self._has_warned = False
+        # The number of steps so far that followed a single backward pass. None after the warning, or after a step that
+        # followed several.
+        self._single_passes: int | None = 0
+
+    def synchronized_twice(self) -> None:
+        """Warns, once, of a step that follows `synchronize`."""
+        if not self._has_warned:
+            self._has_warned = True
+            # Horovod's words.
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
+                "if you use optimizer.synchronize() in your code.",
+                stacklevel=4,
+            )
+
+    def see_passes(self) -> None:
+        """Warns, once, if each of the first steps follows a single backward pass and several were asked for."""
+        passes = self._state.passes_per_step
+        if self._single_passes is None or passes == 1 or not self._state.backwards:
+            return
+        # The last step of an epoch may have a single pass left, so one such step proves nothing.
+        self._single_passes = self._single_passes + 1 if len(self._state.backwards) == 1 else None
+        if self._single_passes == _SINGLE_PASSES:
+            self._single_passes = None
+            warnings.warn(
+                f"optimizer.step() was called after a single backward pass in each of the first {_SINGLE_PASSES} "
+                f"steps, with backward_passes_per_step={passes}: the gradients of each pass are averaged and used at "
+                f"once, and nothing is accumulated. Call step() and zero_grad() once for every {passes} backward "
+                "passes, or leave backward_passes_per_step out.",
+                stacklevel=4,
+            )
+
+
 class AveragingOptimizer(HorovodsAttributes):
     """An optimizer proxy that averages gradients. A subclass's constructor calls `_connect`."""
 
@@ -83,21 +123,10 @@ class AveragingOptimizer(HorovodsAttributes):
             self._by_bucket = StepByBucket(self._optimizer, reducer)
         max_norm = reducer.settings.max_norm
         self._clipper = None if max_norm is None else NormClipper(max_norm)
-        self._named = list(named)
-        self._named_groups = groups
-        # The parameters of each group, as they were last followed.
-        self._followed: list[list[Tensor]] = []
         self._skipping = False
         self._synchronized = False
-        # Whether a GradScaler has unscaled the averages of this step.
-        self._is_unscaled = False
-        # Whether `_warn_of_synchronizing_twice` has warned.
-        self._has_warned = False
-        # The number of steps so far that followed a single backward pass. None after the warning, or after a step that
-        # followed several.
-        self._single_passes: int | None = 0
-        reducer.add_params(named, groups)
-        self._followed = self._members()
+        self._warnings = _UseWarnings(reducer.state)
+        self._groups = FollowedGroups(self._optimizer, reducer, named, groups)
         if claims:
             reducer.engine.take_number()
         # Parameters outlive their optimizer; the hooks on them must not.
@@ -126,8 +155,8 @@ class AveragingOptimizer(HorovodsAttributes):
         again either; it warns once, as Horovod does. With Adasum, `synchronize` does nothing.
         """
         self._reducer.engine.require_own("optimizer.synchronize()")
-        self._begin_after_skipped_step()
-        self._follow_groups()
+        self._reducer.state.begin_after_skipped()
+        self._groups.follow()
         self._reducer.synchronize()
         # With Adasum, `synchronize` did nothing.
         self._synchronized = not self._reducer.step.steps_first
@@ -215,8 +244,7 @@ class AveragingOptimizer(HorovodsAttributes):
         )
         # The user drops their gradients, and nothing is pending.
         self._reducer.step.plan.weights.drop()
-        self._is_unscaled = False
-        self._let_go()
+        self._groups.let_go()
         self._optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -239,8 +267,7 @@ class AveragingOptimizer(HorovodsAttributes):
                 result = self._step_on_averages()
         if self._by_bucket is not None:
             self._by_bucket.drop_gradients()
-        self._is_unscaled = False
-        self._let_go()
+        self._groups.let_go()
         return result
 
     @property
@@ -257,58 +284,26 @@ class AveragingOptimizer(HorovodsAttributes):
     def _average_for_scaler(self) -> None:
         """Waits for the averages that a GradScaler unscales. A rank without gradients takes part with zeros."""
         self._reducer.engine.require_own("GradScaler's step")
-        self._begin_after_skipped_step()
-        self._follow_groups()
+        self._reducer.state.begin_after_skipped()
+        self._groups.follow()
         self._reducer.synchronize()
         # Also of a step that it skips, for which it does not call `step`.
         self._reducer.surplus.note_used_passes()
-        self._is_unscaled = True
-
-    def _begin_after_skipped_step(self) -> None:
-        """Begins the next step where a GradScaler has skipped the last: it does not call ``step()`` then."""
-        if self._is_unscaled:
-            self._is_unscaled = False
-            self._reducer.state.forget_averages()
+        self._reducer.state.is_unscaled = True
 
     def _check_use(self, closure: object) -> None:
         """Warns of, or raises an error for, a `step` that is not used as it is meant."""
         self._reducer.engine.require_own("optimizer.step()")
-        self._warn_of_synchronizing_twice()
-        self._warn_of_accumulating_nothing()
+        was_synchronized, self._synchronized = self._synchronized, False
+        if was_synchronized and not self._skipping:
+            self._warnings.synchronized_twice()
+        self._warnings.see_passes()
         if closure is not None and self._by_bucket is not None:
             raise ValueError(
                 "step(closure) does not work with step_on_arrival=True, because the closure computes gradients inside "
                 "the step: call the closure before step(), or leave out step_on_arrival"
             )
-        self._follow_groups()
-
-    def _warn_of_synchronizing_twice(self) -> None:
-        was_synchronized, self._synchronized = self._synchronized, False
-        if was_synchronized and not self._skipping and not self._has_warned:
-            self._has_warned = True
-            # Horovod's words.
-            warnings.warn(
-                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
-                "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
-                "if you use optimizer.synchronize() in your code.",
-                stacklevel=4,
-            )
-
-    def _warn_of_accumulating_nothing(self) -> None:
-        passes = self.backward_passes_per_step
-        if self._single_passes is None or passes == 1 or not self._reducer.state.backwards:
-            return
-        # The last step of an epoch may have a single pass left, so one such step proves nothing.
-        self._single_passes = self._single_passes + 1 if len(self._reducer.state.backwards) == 1 else None
-        if self._single_passes == _SINGLE_PASSES:
-            self._single_passes = None
-            warnings.warn(
-                f"optimizer.step() was called after a single backward pass in each of the first {_SINGLE_PASSES} "
-                f"steps, with backward_passes_per_step={passes}: the gradients of each pass are averaged and used at "
-                f"once, and nothing is accumulated. Call step() and zero_grad() once for every {passes} backward "
-                "passes, or leave backward_passes_per_step out.",
-                stacklevel=4,
-            )
+        self._groups.follow()
 
     def _step_on_averages(self) -> float | None:
         """Averages the gradients, and takes the wrapped optimizer's step unless all ranks discard it."""
@@ -352,8 +347,7 @@ class AveragingOptimizer(HorovodsAttributes):
         # Here and not in `synchronize`: before its step GradScaler has to unscale the gradients, and look for inf.
         if clipper is not None:
             # What has left the groups since backward is still averaged in this step, but is no part of the norm.
-            gone = self._gone()
-            clipper.clip([param for name, param in self._named if name not in gone])
+            clipper.clip(self._groups.present())
 
     # -- what belongs to the wrapped optimizer
 
@@ -364,7 +358,7 @@ class AveragingOptimizer(HorovodsAttributes):
         optimizers ignore. It differs by rank: see `consolidate_state_dict`. Waits for outer gradients that are being
         averaged.
         """
-        exchange_state = self._reducer.exchange_state.state_dict(self._gone())
+        exchange_state = self._reducer.exchange_state.state_dict(self._groups.gone())
         parts = {_EXCHANGE: exchange_state, _OUTER: self._reducer.step.state_dict()}
         state = super().state_dict()
         kept: dict[str, Any] = {owner: part for owner, part in parts.items() if part}
@@ -400,7 +394,7 @@ class AveragingOptimizer(HorovodsAttributes):
         self._reducer.engine.require_own("optimizer.consolidate_state_dict()")
         reducer = self._reducer
         # As in `add_param_group`.
-        self._follow_groups()
+        self._groups.follow()
         reducer.settle("optimizer.consolidate_state_dict() was called", "call step() first")
         group, links = reducer.connect(), reducer.engine.connected()
         named = whole_number(to)
@@ -428,7 +422,7 @@ class AveragingOptimizer(HorovodsAttributes):
             self._average_for_scaler()
         elif reader == _CLIPPING and not self._skipping:
             self._reducer.engine.require_own("clipping gradients")
-            self._follow_groups()
+            self._groups.follow()
             self._reducer.synchronize()
         return self._optimizer.param_groups
 
@@ -440,57 +434,15 @@ class AveragingOptimizer(HorovodsAttributes):
         """Works like PyTorch's, and averages the group's gradients too. Every rank must call it; it waits for all."""
         self._reducer.engine.require_own("optimizer.add_param_group()")
         # Before surplus gradients are averaged: a rank that has some is within a step already, and others begin one.
-        self._follow_groups()
+        self._groups.follow()
         self._reducer.settle("add_param_group() was called", "call step() first")
         self._optimizer.add_param_group(param_group)
         try:
-            self._follow_groups()
+            self._groups.follow()
         except (TypeError, ValueError):
             self._optimizer.param_groups.pop()
             raise
         self._reducer.connect()
-
-    def _members(self) -> list[list[Tensor]]:
-        return [list(group["params"]) for group in self._optimizer.param_groups]
-
-    def _follow_groups(self) -> None:
-        """Averages what has come to the groups. Programs change these themselves, as in densification.
-
-        Call it only where all ranks come, and never where a step begins: a rank without a backward pass begins it in
-        ``step()``, and would find in one change, and send in one bucket, what another has found in two.
-        """
-        if self._is_followed(self._members()):
-            return
-        new = check_trained(names_of_new(self._optimizer, self._named))
-        if new:
-            self._named = [*self._named, *new]
-            self._reducer.add_params(new, are_new=True)
-
-    def _let_go(self) -> None:
-        """Averages what has come to the groups, and lets go of what has left them; only between two steps.
-
-        A step does not begin with this: ranks begin it at different points, one with its first gradient and one without
-        any when it steps, and all must make the same changes in the same step.
-        """
-        members = self._members()
-        if self._is_followed(members):
-            return
-        self._follow_groups()
-        if gone := self._gone():
-            self._reducer.drop_params(gone)
-            self._named = [(name, param) for name, param in self._named if name not in gone]
-            self._named_groups = [[name for name in group if name not in gone] for group in self._named_groups]
-        self._followed = members
-
-    def _gone(self) -> set[str]:
-        """Returns the names of averaged parameters that are no longer in the groups, until the end of the step."""
-        present = {id(param) for param in chain.from_iterable(self._members())}
-        return {name for name, param in self._named if id(param) not in present}
-
-    def _is_followed(self, members: list[list[Tensor]]) -> bool:
-        return list(map(len, members)) == list(map(len, self._followed)) and all(
-            map(is_, chain.from_iterable(members), chain.from_iterable(self._followed))
-        )
 
 
 keep_outside_graphs(globals())

@@ -211,13 +211,13 @@ class DistributedOptimizer(AveragingOptimizer):
             raise TypeError(
                 "a DistributedOptimizer with a process_set of its own cannot be pickled: pickle state_dict()"
             )
-        self._follow_groups()
-        gone = self._gone()
-        place_of = {param: place for place, param in enumerate(self._params())}
+        self._groups.follow()
+        gone = self._groups.gone()
+        place_of = {param: place for place, param in enumerate(_params_of(self._optimizer))}
         return {
             "optimizer": self._optimizer,
-            "named_places": [(name, place_of[param]) for name, param in self._named if param in place_of],
-            "groups": [[name for name in group if name not in gone] for group in self._named_groups],
+            "named_places": [(name, place_of[param]) for name, param in self._groups.named if param in place_of],
+            "groups": [[name for name in group if name not in gone] for group in self._groups.shared],
             "settings": self._reducer.settings,
             "compression": self._given_compression,
             "backward_passes_per_step": self._reducer.state.passes_per_step,
@@ -238,7 +238,7 @@ class DistributedOptimizer(AveragingOptimizer):
         super().__init__(pickled["optimizer"])
         self._given_settings, self._given_compression = pickled["settings"], pickled["compression"]
         self._given_process_set = global_process_set
-        params = self._params()
+        params = _params_of(self._optimizer)
         named = [(name, params[place]) for name, place in pickled["named_places"]]
         connect = partial(_connection_of, global_process_set, pickled["settings"])
         reducer = Reducer(connect, pickled["backward_passes_per_step"])
@@ -250,8 +250,9 @@ class DistributedOptimizer(AveragingOptimizer):
         reducer.exchange_state.load(pickled["exchange_state"], pickled.get("loss_scale"), reference, numels)
         reducer.step.load_state_dict(pickled["outer_state"])
 
-    def _params(self) -> list[Tensor]:
-        return [param for entry in self._optimizer.param_groups for param in entry["params"]]
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for entry in optimizer.param_groups for param in entry["params"]]
 
 
 def _compare_and_tune(

@@ -1,16 +1,32 @@
 """
-`OptimizerProxy`: wraps an optimizer, and forwards everything to it: state, parameter groups, state dicts.
+`OptimizerProxy`: wraps an optimizer, and forwards everything to it. `HorovodsAttributes`: Horovod's names besides.
 
-Its subclass `averaging_optimizer.AveragingOptimizer` adds the averaging.
+    optimizer.state, .param_groups, .state_dict() ── those of the wrapped optimizer
+    optimizer._parameter_names, ._handles, ._requires_update, .op, ... ── computed from the reducer at each access
+
+Nothing is stored here, so nothing can be out of date: each access of Horovod's names returns a new dictionary or set,
+and changing it has no effect on the optimizer. Their subclass `averaging_optimizer.AveragingOptimizer` adds the
+averaging.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..buckets.plan import can_have_gradient
+from ..buckets.settings import Settings
+from ..comm.reduce_op import ReduceOp
+from ..compression.casts import AnyCompression
+from ..errors import GradientError
 from ..outside_graphs import keep_outside_graphs
+from ..runtime.process_set import ProcessSet
+from .arguments import check_positive_int
+from .followed_groups import FollowedGroups
+from .reducer import Reducer
 
 
 class OptimizerProxy(torch.optim.Optimizer):
@@ -63,6 +79,103 @@ class OptimizerProxy(torch.optim.Optimizer):
         if name == "_optimizer":
             raise AttributeError(name)
         return getattr(self._optimizer, name)
+
+
+class HorovodsAttributes(OptimizerProxy):
+    """An optimizer proxy with Horovod's attributes. The subclasses set the fields declared here."""
+
+    _reducer: Reducer
+    _groups: FollowedGroups
+    _skipping: bool
+    # Whether the user has called `synchronize` since the last step.
+    _synchronized: bool
+    _given_settings: Settings
+    _given_compression: AnyCompression
+    _given_process_set: ProcessSet
+
+    @property
+    def op(self) -> ReduceOp:
+        """The operation that combines gradients."""
+        return self._given_settings.op
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """The divisor that is applied to gradients before the sum."""
+        return self._given_settings.gradient_predivide_factor
+
+    @property
+    def sparse_as_dense(self) -> bool:
+        """Whether sparse gradients are averaged as dense ones."""
+        return self._given_settings.sparse_as_dense
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The process set whose ranks' gradients are averaged."""
+        return self._given_process_set
+
+    @property
+    def _compression(self) -> AnyCompression:
+        """The compression, as the user passed it."""
+        return self._given_compression
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """The number of backward passes that add to a gradient before it is averaged."""
+        return self._reducer.state.passes_per_step
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self._reducer.state.passes_per_step = check_positive_int(passes, "backward_passes_per_step")
+
+    # The name in older versions of Horovod.
+    _backward_passes_per_step = backward_passes_per_step
+
+    @property
+    def _parameter_names(self) -> dict[Tensor, str]:
+        """The name of each parameter, in the order of the names."""
+        return {param: name for name, param in sorted(self._groups.named, key=_name)}
+
+    @property
+    def _requires_update(self) -> set[Tensor]:
+        """The parameters that require a gradient."""
+        return {param for _, param in self._groups.named if param.requires_grad and can_have_gradient(param.dtype)}
+
+    @property
+    def _handles(self) -> dict[Tensor, tuple[None, None]]:
+        """The parameters that got a gradient since the last step or `synchronize`, as keys.
+
+        The values are pairs of None: gradients are sent in buckets, and have no handle or context each. A program may
+        set an empty dictionary while no gradient is being averaged.
+        """
+        return dict.fromkeys(self._reducer.step.plan.layout.passes(), (None, None))
+
+    @_handles.setter
+    def _handles(self, value: Mapping[Any, Any]) -> None:
+        if value or self._reducer.step.plan.layout.ready():
+            raise GradientError(
+                "optimizer._handles may only be set to an empty dict, and not while gradients are being averaged: call "
+                "optimizer.synchronize() on every rank before, and optimizer.zero_grad() to drop the gradients"
+            )
+
+    @property
+    def _allreduce_delay(self) -> dict[Tensor, int]:
+        """The number of backward passes that each parameter still waits for before its gradient is averaged."""
+        passes_of, needed = self._reducer.step.plan.layout.passes(), self._reducer.state.passes_per_step
+        return {param: max(0, needed - passes_of.get(param, 0)) for _, param in sorted(self._groups.named, key=_name)}
+
+    @property
+    def _should_synchronize(self) -> bool:
+        """Whether ``step()`` waits for the averages itself. It does, except in `skip_synchronize`."""
+        return not self._skipping
+
+    @_should_synchronize.setter
+    def _should_synchronize(self, value: bool) -> None:
+        self._skipping = not value
+
+
+def _name(entry: Sequence[Any]) -> str:
+    name: str = entry[0]
+    return name
 
 
 keep_outside_graphs(globals())

@@ -55,6 +55,8 @@ class StepState:
         """Autograd's numbers of the backward passes since the last step, those under `accumulating` among them."""
         self.is_accumulating = False
         """Whether backward passes only add to gradients: they are not counted, and nothing is sent."""
+        self.is_unscaled = False
+        """Whether a GradScaler has unscaled the step's averages. It does not call ``step()`` if it skips the step."""
 
     @property
     def is_in_step(self) -> bool:
@@ -88,6 +90,13 @@ class StepState:
         """Forgets the step, and begins the next one."""
         self.phase = StepPhase.IDLE
         self.backwards.clear()
+        self.is_unscaled = False
+
+    def begin_after_skipped(self) -> None:
+        """Begins the next step where a GradScaler has skipped the last."""
+        if self.is_unscaled:
+            self.is_unscaled = False
+            self.forget_averages()
 
     def forget_averages(self) -> None:
         """Begins the next step, where the averages of the last are there and the program has not used them."""
@@ -97,6 +106,7 @@ class StepState:
     def stepped(self) -> None:
         """Begins the next step, since the optimizer has used the gradients of the last."""
         self.backwards.clear()
+        self.is_unscaled = False
         if self.has_ended:
             self.phase = StepPhase.IDLE
 

@@ -184,7 +184,7 @@ def test_a_number_of_groups_under_its_older_name_is_served_with_a_warning():
     def wrap(_: int, **groups: int) -> list[list[str]]:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return hvd.DistributedOptimizer(optimizer, model.named_parameters(), **groups)._named_groups
+        return hvd.DistributedOptimizer(optimizer, model.named_parameters(), **groups)._groups.shared
 
     with pytest.warns(DeprecationWarning, match="Parameter `num_groups` has been replaced by `groups`"):
         older = run_worlds(1, lambda rank: wrap(rank, num_groups=2))

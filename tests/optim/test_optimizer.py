@@ -648,7 +648,7 @@ def test_names_that_the_optimizer_was_built_with_are_used():
     def rank(group: Group):
         model = nn.Linear(2, 2)
         optimizer = wrap(group, model.named_parameters())
-        return [name for name, _ in optimizer._named]
+        return [name for name, _ in optimizer._groups.named]
 
     assert run_ranks(2, rank) == [["weight", "bias"]] * 2
 
@@ -823,7 +823,7 @@ def test_pickling_keeps_each_parameters_name_whatever_the_order_of_groups():
     groups = [{"params": [model.bias]}, {"params": [model.weight], "lr": 0.5}]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), model.named_parameters())
     again = pickle.loads(pickle.dumps(optimizer))
-    assert [(name, tuple(param.shape)) for name, param in again._named] == [("weight", (3, 2)), ("bias", (3,))]
+    assert [(name, tuple(param.shape)) for name, param in again._groups.named] == [("weight", (3, 2)), ("bias", (3,))]
 
 
 def test_an_optimizer_that_could_not_be_made_leaves_no_hook_behind(monkeypatch):

@@ -187,7 +187,7 @@ def test_what_was_not_sent_of_a_parameter_goes_with_it(compression):
             optimizer.step()
         state = optimizer.state_dict()["hvdlite"]["exchange"]
         names = {name for key in ("residuals", "numels", "q", "steps") for name in state.get(key, {})}
-        assert names <= {name for name, _ in optimizer._named}
+        assert names <= {name for name, _ in optimizer._groups.named}
         optimizer.load_state_dict(optimizer.state_dict())
         return [param.tolist() for param in params_of(inner)]
 
