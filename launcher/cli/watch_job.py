@@ -18,8 +18,7 @@ from ..screen.display import draws_in_place, put_all, terminal_size
 from ..screen.footer import Footer
 from ..status.console import ask_for_view
 from ..status.job_view import JobView
-from ..status.live_view import LiveView, make_view
-from ..status.watch import EACH_S
+from ..status.live_view import EACH_S, LiveView, make_view
 from ..system.terminal_text import say, visible, write
 
 # The first answer has no rates yet.

@@ -1,13 +1,13 @@
 """The programs that run on each host: the agent, which runs the workers, and its parent, which cleans up after it.
 
-    sshd, or the launcher ── remote_parent ── agent ── start_workers, forked_workers, worker_stdin, worker_output
+    sshd, or the launcher ── remote_parent ── agent ── start_workers, forked_workers, worker_pipes
 
 The launcher (`agents.remote_agent`) starts a remote_parent on each host, itself or by ssh. That forks the agent, which
 uses the other modules for the workers, and `wire.channel` to talk to the launcher.
 
 Modules import only what stands before them:
 
-    start_workers < forked_workers < worker_stdin < worker_output < training_notes < stacks_on_signal < collect
+    start_workers < forked_workers < worker_pipes < training_notes < stacks_on_signal < collect
     < host_load < killed_workers < status_collector < agent < remote_parent
 
 The workers themselves import `path/sitecustomize` at their start, `stacks_on_signal` with torch, and with it

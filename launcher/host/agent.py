@@ -1,8 +1,8 @@
 """The agent process: starts one host's workers, and ends every process that they leave behind.
 
 `remote_parent` forks it, and cleans up if it is killed; `python -m hvdlite_launcher.host.agent` starts it without one.
-It reads commands on stdin and writes events on stdout (see `channel`). It uses `start_workers`, `worker_stdin`,
-`worker_output` and `killed_workers` for the workers, and `store.relay` and `store.cache` for their requests to the
+It reads commands on stdin and writes events on stdout (see `channel`). It uses `start_workers`, `worker_pipes`
+and `killed_workers` for the workers, and `store.relay` and `store.cache` for their requests to the
 rendezvous store.
 
 The launcher makes all decisions but one. When stdin ends, or the launcher is silent for too long, the agent kills all
@@ -64,8 +64,7 @@ from .host_load import HostLoad
 from .killed_workers import KilledWorkers
 from .start_workers import CannotStartError, Worker, command_of, common_environment, start_workers
 from .status_collector import StatusCollector
-from .worker_output import WorkerOutput
-from .worker_stdin import WorkerStdin
+from .worker_pipes import WorkerOutput, WorkerStdin
 
 _PIPE_BYTES = 1 << 20
 _WHICH = "choose one with --network-interface"

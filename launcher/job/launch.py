@@ -36,13 +36,12 @@ from ..screen.shown_ranks import shown_by_rank, shown_by_slots
 from ..status.console import Console
 from ..status.first_minute import FirstMinute, LateStart
 from ..status.job_facts import JobFacts
-from ..status.live_view import LiveView, make_view
+from ..status.live_view import EACH_S as WATCH_EACH_S
+from ..status.live_view import LiveView, Watch, make_view
 from ..status.metrics import METRICS_EACH_S, Metrics
 from ..status.progress import JobProgress
 from ..status.reports import Reports
 from ..status.summary import summary_data
-from ..status.watch import EACH_S as WATCH_EACH_S
-from ..status.watch import Watch
 from ..store.server import Store
 from ..system import process_tree
 from ..system.signals import signals_as_bytes

@@ -6,7 +6,7 @@
     ├─ rank 0   1234     35.2   1.1 GB   98 %
     └─ rank 1   1234     35.2   1.0 GB   98 %  late in data: costs 23% of each step
 
-`watch` and `cli` give the lines to a `Footer`. Columns of which nothing is known are left out, and those for which the
+`Watch` and `cli` give the lines to a `Footer`. Columns of which nothing is known are left out, and those for which the
 terminal is too narrow. Where there are too few lines, the ranks are shown that are worst off. This is the one module
 that needs `rich`, which is imported when a view is made.
 """
@@ -17,8 +17,13 @@ import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from ..screen.display import View
+from ..wire.messages import Event, WatchAsked
+from ..workers.observer import Observer
+from .job_facts import JobFacts
 from .job_view import JobView, age, bytes_in_short, in_short, severity, trouble_of
 from .rank_status import RankStatus
 
@@ -31,6 +36,13 @@ _NARROWEST = 12
 _REMARK = 18
 # The columns in the order in which they are left out on narrow terminals.
 _LEAST_IMPORTANT = ("CPU", "memory", "GPU", "samples/s", "steps/s", "step")
+
+EACH_S = 2.0
+"""How often the workers are asked, and the view is drawn."""
+
+# How long one look of another process has them asked for.
+_LOOKED_AT_S = 3 * EACH_S
+_LINE_EACH_S = 10.0
 
 Cells = Mapping[str, str]
 
@@ -189,3 +201,40 @@ _COLUMNS: Mapping[str, Callable[[RankStatus], str | None]] = {
     "CPU": lambda rank: None if rank.cpu_use is None else f"{rank.cpu_use:.0%}",
     "GPU": lambda rank: None if rank.gpu_use is None else f"{rank.gpu_use:.0%}",
 }
+
+
+class Watch(Observer):
+    """Shows one job to those who look at it: in its own terminal (``--watch``), and in other processes.
+
+        JobProgress ── after each question ──► Watch ── JobView ──► the screen's live view, or plain lines
+        hvdlite-run --watch PID ── console ── WatchAsked ──► Watch ── JobView, as JSON
+
+    Workers are asked as long as somebody looks. `launch` creates it for every job.
+    """
+
+    def __init__(self, facts: JobFacts, command: Sequence[str]) -> None:
+        self._facts = facts
+        self._command = command
+        self._line_at_s = _LINE_EACH_S / 2
+
+    def draw_with(self, view: LiveView, set_view: Callable[[View], None]) -> None:
+        """Draws the job after each question, from now on."""
+        self._facts.progress.show_with(lambda: set_view(partial(view.lines, self._view())))
+
+    def tell_with(self, say: Callable[[str], None]) -> None:
+        """Says in a line how far the job is, each 10 s."""
+
+        def tell() -> None:
+            if self._facts.age_s >= self._line_at_s:
+                self._line_at_s = self._facts.age_s + _LINE_EACH_S - EACH_S / 2
+                say(self._view().plain_line())
+
+        self._facts.progress.show_with(tell)
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, WatchAsked):
+            self._facts.progress.hurry(EACH_S, _LOOKED_AT_S)
+            event.answer(self._view().data())
+
+    def _view(self) -> JobView:
+        return JobView.of(self._facts, self._command)

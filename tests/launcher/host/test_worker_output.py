@@ -6,7 +6,7 @@ import selectors
 from types import SimpleNamespace
 
 import pytest
-from hvdlite_launcher.host.worker_output import WorkerOutput
+from hvdlite_launcher.host.worker_pipes import WorkerOutput
 from hvdlite_launcher.wire.agent_frames import WINDOW_BYTES
 from hvdlite_launcher.wire.messages import Output
 

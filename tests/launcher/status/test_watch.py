@@ -3,9 +3,8 @@
 from endings import ending_of
 from hvdlite_launcher.status.job_facts import JobFacts
 from hvdlite_launcher.status.job_view import JobView
-from hvdlite_launcher.status.live_view import LiveView
+from hvdlite_launcher.status.live_view import EACH_S, LiveView, Watch
 from hvdlite_launcher.status.progress import JobProgress
-from hvdlite_launcher.status.watch import EACH_S, Watch
 from hvdlite_launcher.wire.messages import WatchAsked
 
 

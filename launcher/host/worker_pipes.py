@@ -1,8 +1,9 @@
-"""Reads the workers' stdout and stderr in the agent and sends them to the launcher, which shows them.
+"""The pipes of workers in the agent: their output, which is sent to the launcher, and the input that it sends.
 
 Output that is not shown yet is in the launcher's memory, so its amount is limited. At the limit the agent stops reading
 and the workers block once their pipes are full. The agent keeps sending its other messages to the launcher: a terminal
-that does not accept output delays output only.
+that does not accept output delays output only. A worker that does not read its input blocks nobody either: each piece
+is requested from the launcher (`InputWanted`) when the worker's pipe has room for it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import os
 import selectors
 from collections.abc import Callable
 from functools import partial
+from typing import IO
 
+from ..errors import ProtocolError
 from ..wire.agent_frames import WINDOW_BYTES
 from ..wire.channel import Channel
 from ..wire.messages import Output, Stream
@@ -85,3 +88,56 @@ class WorkerOutput:
                 self._selector.unregister(pipe)
             pipe.close()
         return len(data)
+
+
+class WorkerStdin:
+    """The input of one worker, written a piece at a time: ``ask`` is called for each, first at the start."""
+
+    def __init__(self, pipe: IO[bytes], selector: selectors.BaseSelector, ask: Callable[[], None]) -> None:
+        """``selector``: the data of each registration is a function without arguments, which the event loop calls."""
+        self._pipe = pipe
+        self._selector = selector
+        self._ask = ask
+        self._rest = memoryview(b"")
+        os.set_blocking(pipe.fileno(), False)
+        ask()
+
+    def put(self, data: bytes) -> None:
+        """Writes the next piece; an empty one is the end of the input."""
+        if self._rest:
+            raise ProtocolError("the launcher sent more input than was requested")
+        if self._pipe.closed:
+            return
+        if not data:
+            self.close()
+            return
+        self._rest = memoryview(data)
+        self._write()
+
+    def close(self) -> None:
+        """Closes the pipe, so that the worker reads the end of its input. ``ask`` is not called again."""
+        self._rest = memoryview(b"")
+        if not self._pipe.closed:
+            self._wait(False)
+            self._pipe.close()
+
+    def _write(self) -> None:
+        if self._pipe.closed:  # the selector may still report a pipe that was closed in the same round
+            return
+        try:
+            while self._rest:
+                self._rest = self._rest[os.write(self._pipe.fileno(), self._rest) :]
+        except BlockingIOError:
+            self._wait(True)
+        except OSError:  # the worker no longer reads it
+            self.close()
+        else:
+            self._wait(False)
+            self._ask()
+
+    def _wait(self, for_room: bool) -> None:
+        waits = self._pipe in self._selector.get_map()
+        if for_room and not waits:
+            self._selector.register(self._pipe, selectors.EVENT_WRITE, self._write)
+        elif waits and not for_room:
+            self._selector.unregister(self._pipe)
