@@ -154,6 +154,7 @@ def trained(
     return found
 
 
+@pytest.mark.night(but=20)
 @pytest.mark.slow(but=8)
 @pytest.mark.parametrize("take", PROGRAMS)
 @pytest.mark.parametrize("cap", [1e-6, 16], ids=["a bucket each", "one bucket"])
@@ -194,6 +195,7 @@ def test_so_they_are_however_gradients_are_sent(take, options):
         require_equal(each, expected)
 
 
+@pytest.mark.night(but=18)
 @pytest.mark.slow(but=8)
 @pytest.mark.parametrize(
     ("compression", "cap"),

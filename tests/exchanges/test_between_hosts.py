@@ -58,6 +58,7 @@ def test_sparse_gradients_go_round_it(name, size):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, other, strict=True))
 
 
+@pytest.mark.night(but=6)
 @pytest.mark.slow(but=2)
 @each_form
 @pytest.mark.parametrize("place", ["2 hosts", "2 hosts of 2", "3 hosts of 2"])
@@ -135,6 +136,7 @@ def kept_of(optimizer: hvd.DistributedOptimizer) -> Tensor:
     return total.view(40, 30)
 
 
+@pytest.mark.night(but=6)
 @pytest.mark.slow(but=2)
 @each_form
 @pytest.mark.parametrize("sizes", [[2, 3], [3, 2], [2, 1, 2]])

@@ -114,6 +114,7 @@ def test_every_rank_gets_the_bits_that_the_scheme_has_in_one_process(place, name
             assert torch.equal(mine, theirs)
 
 
+@pytest.mark.night(but=9)
 @pytest.mark.slow(but=3)
 @both
 @pytest.mark.parametrize(
@@ -148,6 +149,7 @@ def test_many_buckets_train_to_the_same_bits_on_all_ranks_close_to_uncompressed(
     assert torch.allclose(first, plain, atol={"int8": 3e-3, "int4": 5e-2}[name])
 
 
+@pytest.mark.night(but=12)
 @pytest.mark.slow(but=4)
 @everywhere
 @pytest.mark.parametrize(
@@ -266,6 +268,7 @@ def test_ten_steps_a_checkpoint_and_ten_more_equal_twenty(place, name):
     on(place, rank)
 
 
+@pytest.mark.night(but=9)
 @pytest.mark.slow
 @each_form
 @everywhere
@@ -470,6 +473,7 @@ def test_what_a_host_keeps_stays_in_its_own_blocks_with_infinities_and_other_hos
     on("2 hosts", rank)
 
 
+@pytest.mark.night(but=9)
 @pytest.mark.slow(but=3)
 @each_form
 @everywhere

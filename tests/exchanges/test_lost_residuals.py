@@ -135,6 +135,7 @@ def require_that_nothing_is_lost(trainings, ranks_of_steps: dict[int, list[int]]
             torch.testing.assert_close(sent + kept_after, total + kept_before, rtol=0, atol=1e-4)
 
 
+@pytest.mark.night(but=12)
 @pytest.mark.slow(but=3)
 @each_form
 @pytest.mark.parametrize("point", POINTS)
@@ -149,6 +150,7 @@ def test_the_others_go_on_as_a_job_of_their_own_from_the_residuals_before_the_st
     require_that_nothing_is_lost(trainings, steps)
 
 
+@pytest.mark.night(but=14)
 @pytest.mark.slow
 @each_form
 @pytest.mark.parametrize(
@@ -185,6 +187,7 @@ def test_where_a_rank_has_not_heard_of_the_vote_it_has_the_residuals_after_the_s
     require_those_of_a_job_of_their_own(trainings, left, hosts, name, LOST_IN + 1)
 
 
+@pytest.mark.night(but=5)
 @pytest.mark.slow(but=2)
 @each_form
 @pytest.mark.parametrize("point", ["backward", "vote"])
@@ -198,6 +201,7 @@ def test_a_discarded_step_changes_no_residual(monkeypatch, point, name):
     require_those_of_a_job_of_their_own(trainings, left, hosts, name, LOST_IN + 1)
 
 
+@pytest.mark.night(but=5)
 @pytest.mark.slow(but=2)
 @each_form
 @pytest.mark.parametrize("deaths", [((0, 2), (3, 3)), ((0, 3), (3, 3))])
@@ -221,6 +225,7 @@ def test_ranks_of_one_host_send_all_and_keep_what_they_had(monkeypatch, hosts, l
             assert_same(kept, before)
 
 
+@pytest.mark.night(but=5)
 @pytest.mark.slow(but=2)
 @each_form
 @pytest.mark.parametrize(("hosts", "who"), [(["a", "b", "c"], "rank 1 (b)"), (["a", "a", "b", "b"], "rank 1 (a)")])

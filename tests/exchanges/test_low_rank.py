@@ -73,6 +73,7 @@ class Job:
         return total.view(shape)
 
 
+@pytest.mark.night(but=6)
 @pytest.mark.slow(but=2)
 @everywhere
 @pytest.mark.parametrize("cap", [None, 0.001])
@@ -194,6 +195,7 @@ def test_a_consolidated_state_goes_on_at_any_number_of_ranks(place):
         assert torch.allclose(total, expected, atol=1e-4)
 
 
+@pytest.mark.night(but=6)
 @pytest.mark.slow(but=2)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @everywhere

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 
 import pytest
 
@@ -11,10 +12,7 @@ _MARKS = ("slow", "night")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Takes marks with ``but=n`` off n cases of each test, before ``-m`` selects by marks.
-
-    The n are spread evenly over the cases: the first, the last, and others between.
-    """
+    """Takes marks with ``but=n`` off n cases of each test, before ``-m`` selects by marks."""
     cases: dict[tuple[str, str, int], list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
         for name in _MARKS:
@@ -22,6 +20,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 if "but" in mark.kwargs:
                     cases[item.nodeid.partition("[")[0], name, mark.kwargs["but"]].append(item)
     for (_, name, n), every in cases.items():
-        for i in {round(i * (len(every) - 1) / max(1, n - 1)) for i in range(n)}:
-            own = every[i].own_markers
+        for item in _chosen(every, n):
+            own = item.own_markers
             own[:] = [mark for mark in own if mark.name != name or "but" not in mark.kwargs]
+
+
+def _chosen(every: list[pytest.Item], n: int) -> list[pytest.Item]:
+    """Returns n cases that have most values of the parameters, and then most pairs of values, between them.
+
+    Of cases that are equal in this, those are taken that are spread evenly. The n are among any greater number of them.
+    """
+    left = _spread(every)
+    traits = {item: _traits(item) for item in left}
+    seen: set[tuple[str, ...]] = set()
+    taken = []
+    for _ in range(min(n, len(every))):
+        best = max(left, key=lambda item: [len(kind - seen) for kind in traits[item]])
+        left.remove(best)
+        taken.append(best)
+        seen.update(*traits[best])
+    return taken
+
+
+def _traits(item: pytest.Item) -> tuple[set[tuple[str, ...]], set[tuple[str, ...]]]:
+    """Returns a case's values of parameters, and its pairs of these."""
+    callspec = getattr(item, "callspec", None)
+    values = [f"{name}={value!r}" for name, value in callspec.params.items()] if callspec else []
+    return {(value,) for value in values}, set(itertools.combinations(values, 2))
+
+
+def _spread(every: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns the cases in an order whose beginnings are spread evenly: the first, the last, the middle one, ..."""
+    last = len(every) - 1
+    places = dict.fromkeys([0, last])
+    parts = 2
+    while len(places) < len(every):
+        places.update(dict.fromkeys(round(i * last / parts) for i in range(1, parts)))
+        parts *= 2
+    return [every[place] for place in places]

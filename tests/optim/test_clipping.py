@@ -68,6 +68,7 @@ def assert_same_bits(got, expected) -> None:
         torch.testing.assert_close(param, other, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.night(but=24)
 @pytest.mark.slow(but=12)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("max_norm", [0.05, 0.4, 1e6, math.inf])

@@ -63,6 +63,7 @@ def scaler_steps(optimizer: Any, scaler: Any, param: nn.Parameter, recipe: str) 
     scaler.update()
 
 
+@pytest.mark.night(but=24)
 @pytest.mark.slow(but=10)
 @pytest.mark.parametrize("recipe", ["plain", "clipped", "as for Horovod"])
 @pytest.mark.parametrize("drops", [True, False], ids=["", "without zero_grad"])
@@ -127,6 +128,7 @@ COMPRESSIONS = {
 }
 
 
+@pytest.mark.night(but=20)
 @pytest.mark.slow(but=8)
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("uses", ["all", "the last"])

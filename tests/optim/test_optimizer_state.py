@@ -178,6 +178,7 @@ def test_where_the_root_has_no_state_nobody_has(form):
     assert run_worlds(3, rank) == [0, 0, 0]
 
 
+@pytest.mark.night(but=10)
 @pytest.mark.slow(but=4)
 @pytest.mark.parametrize("make", [
     lambda params: torch.optim.Adam(params, lr=0.1, amsgrad=True),

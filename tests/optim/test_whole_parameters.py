@@ -74,6 +74,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.night(but=20)
 @pytest.mark.slow(but=8)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("option", OPTIONS)

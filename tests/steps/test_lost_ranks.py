@@ -128,6 +128,7 @@ def require(left, expected):
         torch.testing.assert_close(got, right, rtol=0, atol=1e-12)
 
 
+@pytest.mark.night(but=7)
 @pytest.mark.slow(but=4)
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("point", POINTS)
@@ -138,6 +139,7 @@ def test_where_gradients_can_be_averaged_again_the_others_finish_the_step(monkey
     require(left, by_one_process([range(3)] * (3 + POINTS[point]) + [others] * (3 - POINTS[point])))
 
 
+@pytest.mark.night(but=7)
 @pytest.mark.slow(but=3)
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("point", POINTS)
@@ -169,6 +171,7 @@ FORMS = [
 
 
 # With two passes the first point is in the pass in `no_sync`.
+@pytest.mark.night(but=10)
 @pytest.mark.slow(but=4)
 @pytest.mark.parametrize("point", ["begin", "vote"])
 @pytest.mark.parametrize(("take_step", "arguments"), FORMS)
@@ -387,6 +390,7 @@ def gan_by_one_process(ranks_of_discriminator, ranks_of_generator):
     return [param.detach() for model in models for param in model.parameters()]
 
 
+@pytest.mark.night(but=10)
 @pytest.mark.slow(but=3)
 @pytest.mark.parametrize("drops", ["the optimizer", "the module", "nobody"])
 @pytest.mark.parametrize(

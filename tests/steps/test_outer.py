@@ -165,6 +165,7 @@ def largest_of(form: Any, values: Tensor, residual: Tensor, ranks: int) -> Tenso
     return sent.view_as(values)
 
 
+@pytest.mark.night(but=10)
 @pytest.mark.slow(but=4)
 @pytest.mark.parametrize(
     ("place", "inner", "name"),
@@ -325,6 +326,7 @@ def test_fragments_send_their_part_in_turns_and_int4_sends_an_eighth():
         assert found[step - 1] == turns.get(step, []), step
 
 
+@pytest.mark.night(but=7)
 @pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("place", "name", "stop"),
@@ -358,6 +360,7 @@ def test_a_run_that_is_saved_and_resumed_has_the_bits_of_one_that_was_not(place,
     on(place, rank)
 
 
+@pytest.mark.night(but=4)
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["streaming", "int4", "SparseLoCo"])
 @pytest.mark.parametrize("place", ["2 hosts of 2", "3 hosts of 2", "3 hosts"])
