@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import copied_ranks
+import golden
 import hypothesis
 import pytest
 import second_try
@@ -49,7 +50,7 @@ def _leave_no_world_behind() -> Iterator[None]:
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     """Registers the plugins that are modules of tests/helpers."""
-    for plugin in (copied_ranks, some_cases, second_try, stress):
+    for plugin in (copied_ranks, golden, some_cases, second_try, stress):
         pluginmanager.register(plugin)
 
 

@@ -5,20 +5,18 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 from hvdlite_launcher.cli import flag_parser, hvdlite_run, watch_job
 from hvdlite_launcher.status import console
 from hvdlite_launcher.status.console import Console
 
-HELP = Path(__file__).with_name("help.txt")
 OF_TORCHRUN = "is a flag of torchrun. Run hvdlite-run once, on one host: -np is the number of all workers, and -H"
 
 
-def test_the_help_is_as_agreed(capsys):
+def test_the_help_is_as_agreed(capsys, golden):
     assert hvdlite_run.main(["--help"]) == 0
-    assert capsys.readouterr().out == HELP.read_text()
+    golden("help.txt", capsys.readouterr().out)
 
 
 def test_every_flag_is_in_the_help_and_no_other():
