@@ -19,6 +19,7 @@ from functools import partial
 import pytest
 import torch
 from control_messages import from_rank_0
+from copied_ranks import RankServer
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
@@ -37,12 +38,12 @@ from hvdlite.signing import Signer
 
 
 @pytest.fixture
-def launched() -> Callable[[str], list[str]]:
+def launched(rank_server: RankServer) -> Callable[[str], list[str]]:
     """Returns the lines that each of two processes of a job printed, in order."""
 
     def launch(program: str) -> list[str]:
         job = subprocess.run(
-            [sys.executable, "-m", "hvdlite_launcher", "-np", "2", sys.executable, "-c", textwrap.dedent(program)],
+            [sys.executable, *rank_server.launcher(), "-np", "2", sys.executable, "-c", textwrap.dedent(program)],
             capture_output=True,
             text=True,
             timeout=100,

@@ -30,7 +30,8 @@ def bench(launch):
     """Provides ``bench("allreduce", "--rounds", 2)``, which returns exit code, stdout and stderr of 2 ranks."""
 
     def run(*words: object, size: int = 2) -> tuple[int, str, str]:
-        job = launch("-np", str(size), *BENCH, *map(str, words), env=ENVIRONMENT)
+        copies = words[0] != "memory"  # a copy has in memory what the process has that it is a copy of
+        job = launch("-np", str(size), *BENCH, *map(str, words), env=ENVIRONMENT, copies=copies)
         code, out, err = job.ended(PATIENCE_S)
         job.assert_gone()
         return code, out.decode(), err.decode()

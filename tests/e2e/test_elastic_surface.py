@@ -62,9 +62,9 @@ if __name__ == "__main__":
 """
 
 
-def test_a_function_returns_by_rank_of_the_last_generation_though_a_worker_was_killed(launch, tmp_path):
+def test_a_function_returns_by_rank_of_the_last_generation_though_a_worker_was_killed(launch, tmp_path, rank_server):
     program = tmp_path / "program.py"
-    program.write_text(TRAINING + CALLS)
+    program.write_text(rank_server.line_for_functions() + TRAINING + CALLS)
     job = launch(str(program), program=())
     code, _, err = job.ended(PATIENCE_S)
     told = err.decode()

@@ -90,13 +90,14 @@ def test_ranks_that_called_init_are_named_if_they_exchanged_nothing(launch, case
         assert "hvd.init()" not in line
 
 
-def test_functions_in_workers_are_warned_of_too(launch):
+def test_functions_in_workers_are_warned_of_too(launch, rank_server):
     program = f"import hvdlite\n{TRAINS}\nhvdlite.run(train, np=2)\nprint(hvdlite.run(train, np=2, independent='true'))"
-    code, out, err = launch(program=("-c", program)).ended()
+    code, out, err = launch(program=("-c", rank_server.line_for_functions() + program)).ended()
     assert (code, out) == (0, b"[None, None]\n"), err.decode()
     assert len(warnings(err)) == 1, err.decode()
 
 
+@pytest.mark.night(but=2)
 @pytest.mark.parametrize(("case", "independent", "expected"), [("apart", "0", 1), ("apart", "1", 0), ("ddp", "0", 0)])
 def test_under_another_launcher_rank_0_warns(tmp_path, case, independent, expected):
     (tmp_path / "train.py").write_text(INIT)

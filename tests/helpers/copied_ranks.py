@@ -17,19 +17,19 @@ _HELPERS = Path(__file__).parent
 _CODE = """
 __import__("atexit").register(lambda: __import__("rank_server").end_without_unloading())
 __import__("sys").path[0] = {helpers!r}
-__import__("rank_server").main({listener})
+__import__("rank_server").main({listener}, {modules})
 """
 
 
 class RankServer:
-    """A process that has imported torch, from which ranks of jobs are forked (`rank_server`)."""
+    """A process that has imported torch, and other ``modules``, from which ranks of jobs are forked (`rank_server`)."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, modules: tuple[str, ...] = ()) -> None:
         self._path = directory / "server"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(self._path))
             listener.listen()
-            code = _CODE.format(helpers=str(_HELPERS), listener=listener.fileno())
+            code = _CODE.format(helpers=str(_HELPERS), listener=listener.fileno(), modules=modules)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},

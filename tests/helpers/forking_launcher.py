@@ -20,6 +20,7 @@ _AGENT = "-m hvdlite_launcher.host.remote_parent"
 
 if __name__ == "__main__":
     path = sys.argv.pop(1)
+    os.environ.setdefault("HVDLITE_START_TIMEOUT", "240")  # until the server has imported torch, on a busy machine
     words = ["-S", _STAND_IN, _AGENT, path]  # with what it stands for, by which tests find it
     agent_group.local_agent_argv = lambda: [sys.executable, *words]
     assert _AGENT in ssh._FIND_PYTHON

@@ -28,6 +28,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import importlib
 import io
 import json
 import os
@@ -394,10 +395,12 @@ def _stream(fd: int, name: str, *, is_unbuffered: bool) -> io.TextIOWrapper:
     return stream
 
 
-def main(listener: int) -> None:
+def main(listener: int, modules: tuple[str, ...]) -> None:
     """Serves, and runs programs in workers. To be called from the interpreter's main program, which catches nothing."""
     del sys.path[0]  # where this file is
     before = dict(os.environ)
+    for module in modules:
+        importlib.import_module(module)
     if (why := fork_server.import_all()) is not None:
         raise RuntimeError(f"no ranks can be forked from here: {why}")
     program = _program(socket.socket(fileno=listener), _Variables(before, dict(os.environ)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,10 @@ def _needs_lightning() -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> Callable[..., Results]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Results]]:
     """Provides a function that returns each rank's results of a kind of job."""
     done: dict[str, Results] = {}
+    rank_server = RankServer(tmp_path_factory.mktemp("ranks"), ("lightning",))
 
     def results(kind: str, size: int) -> Results:
         if kind not in done:
@@ -61,7 +62,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -
             done[kind] = [torch.load(tmp / f"results.{rank}", weights_only=True) for rank in range(size)]
         return done[kind]
 
-    return results
+    yield results
+    rank_server.close()
 
 
 def assert_equal(one: list[torch.Tensor], other: list[torch.Tensor], **tolerances: float) -> None:

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,14 +116,17 @@ JOBS = chosen(
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
+def job(tmp_path_factory, rank_server):
     """Returns the calls that differ in a job of this size; the job runs once."""
 
     @functools.cache
     def run(size: int, **environment: str) -> dict[str, str]:
         path = tmp_path_factory.mktemp("job")
         ended = subprocess.run(
-            ["hvdlite-run", "--horovod", "-np", str(size), "python", str(HERE / "horovod_calls.py"), str(path / "outcomes")],  # noqa: E501
+            [
+                *(sys.executable, *rank_server.launcher(), "--horovod", "-np", str(size)),
+                *(sys.executable, str(HERE / "horovod_calls.py"), str(path / "outcomes")),
+            ],
             env={**os.environ, **environment}, capture_output=True, text=True, timeout=200, cwd=path, check=False,
         )  # fmt: skip
         assert ended.returncode == 0, ended.stderr[-3000:]

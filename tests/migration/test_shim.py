@@ -370,8 +370,8 @@ def elsewhere(word):
 
 
 @pytest.mark.slow
-def test_functions_that_are_sent_to_workers_find_it_there(tmp_path):
-    (tmp_path / "program.py").write_text(RUN)
+def test_functions_that_are_sent_to_workers_find_it_there(tmp_path, rank_server):
+    (tmp_path / "program.py").write_text(rank_server.line_for_functions() + RUN)
     (tmp_path / "helper.py").write_text(HELPER)
     done = python(*SHIM, "program.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
