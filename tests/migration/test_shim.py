@@ -18,6 +18,7 @@ from horovod_names import MODULES, NOT_THERE
 import hvdlite.horovod
 import hvdlite.torch
 from hvdlite.horovod.finder import CHILDREN_PATH, Finder
+from hvdlite.horovod.program import run_program
 
 
 @pytest.fixture
@@ -264,28 +265,41 @@ def test_a_program_runs_as_python_itself_would_run_it(case, tmp_path):
     assert not list(tmp_path.glob("__pycache__/program*")) or case == "module"
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], 2, "usage: python -m hvdlite.horovod [-m module | -c code | script.py | -]"),
+        (["--help"], 0, ""),
+        (["-u", "x.py"], 2, "Unknown option: -u (Python's own stand before -m hvdlite.horovod)"),
+    ],
+)
+def test_a_program_that_is_not_named_is_an_error_and_help_is_none(words, code, said, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(SystemExit) as end:
+        run_program(words)
+    out, err = capsys.readouterr()
+    assert (end.value.code, bool(out)) == (code, code == 0)
+    assert err.startswith(said)
+
+
 @pytest.mark.slow
-def test_a_program_that_is_not_named_is_an_error_and_help_is_none(tmp_path):
-    done = python(*SHIM, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("usage: python -m hvdlite.horovod [-m module | -c code | script.py | -]")
-    assert python(*SHIM, "--help", cwd=tmp_path).returncode == 0
-    done = python(*SHIM, "-u", "x.py", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "Unknown option: -u (Python's own stand before -m hvdlite.horovod)" in done.stderr
+def test_a_program_may_be_typed(tmp_path):
     done = python(*SHIM, "-", "x", cwd=tmp_path, input="import sys, horovod; print(sys.argv, __name__)")
     assert done.stdout == "['-', 'x'] __main__\n"
 
 
+@pytest.mark.night(but=2)
 @pytest.mark.slow
-def test_horovod_as_a_program_says_what_to_use_in_its_place(tmp_path):
-    found = {**os.environ, "PYTHONPATH": CHILDREN_PATH}
-    for name in ("horovod", "horovod.runner.launch"):
-        for done in (python("-m", name, cwd=tmp_path, env=found), python(*SHIM, "-m", name, cwd=tmp_path)):
-            assert done.returncode == 1
-            (said,) = done.stderr.splitlines()
-            assert said.startswith(f"{sys.executable}: {name} is not a program in hvdlite: ")
-            assert "hvdlite-run --horovod" in said
+@pytest.mark.parametrize("before", [(), SHIM], ids=["by its path", "by the shim"])
+@pytest.mark.parametrize("name", ["horovod", "horovod.runner.launch"])
+def test_horovod_as_a_program_says_what_to_use_in_its_place(tmp_path, name, before):
+    found = {**os.environ, **({} if before else {"PYTHONPATH": CHILDREN_PATH})}
+    done = python(*before, "-m", name, cwd=tmp_path, env=found)
+    assert done.returncode == 1
+    (said,) = done.stderr.splitlines()
+    assert said.startswith(f"{sys.executable}: {name} is not a program in hvdlite: ")
+    assert "hvdlite-run --horovod" in said
 
 
 CHILDREN = """
