@@ -31,7 +31,7 @@ MANY_METHODS = {
 MANY_ATTRIBUTES = {
     "Bucket": 24,
     "ElasticSampler": 23,
-    "Survival": 27,
+    "Survival": 26,
 }
 # Public signatures, whose arguments Horovod's users know, and others.
 MANY_ARGUMENTS = {

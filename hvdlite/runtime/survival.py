@@ -199,7 +199,6 @@ class Survival:
         """The ranks that were lost so far, named as they were in the world before, such as ``rank 3 (node2)``."""
         self.beginnings = 0
         """How many worlds so far had ranks that did not come from the same step of the one before."""
-        self._assignment: RankAssignment | None = None
         self._newcomers = 0
         self._size = 0
         self._retry = Retry(_TRIES)
@@ -250,7 +249,7 @@ class Survival:
             point("settled")
         # A rank may also be new by its report alone: if it got its rank in a generation that never began.
         newcomers = max(assignment.newcomers, sum(report.is_new for report in reports))
-        self._assignment, self._newcomers, self._size = assignment, newcomers, assignment.size
+        self._newcomers, self._size = newcomers, assignment.size
         self._discarded = self._settlement.discarded
         if not self._is_in_step:
             self._passed = dict(self._settlement.passed)
