@@ -55,8 +55,8 @@ _PROOF_S, _PROOF_S_PER_RANK = 15.0, 0.25
 # The shortest timeout that gloo takes.
 _AT_ONCE = timedelta(milliseconds=1)
 
-# How gloo words a connection that was not made, in contrast to one that has ended.
-_NOT_CONNECTED = re.compile("connect timeout|timed out connecting", re.IGNORECASE)
+# How gloo words a connection that was not made, in contrast to one that has ended. The last is the system's at once.
+_NOT_CONNECTED = re.compile("connect timeout|timed out connecting|connect: ", re.IGNORECASE)
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -97,6 +98,16 @@ def test_gloo_that_may_connect_for_some_time_at_most_fails_after_that(way):
     opening.join()
     assert not isinstance(opening.error, CommunicationError)
     assert "b could not open a TCP connection" in str(no_connection_between(["a", "b"], "b", opening.error))
+
+
+def test_a_connection_that_the_system_refuses_at_once_is_no_stranger():
+    said = "[enforce fail at /p/gloo/transport/tcp/socket.cc:142] rv != -1. -1 vs -1. connect: No route to host"
+    group = Mock(alltoall_base=Mock(return_value=Mock(wait=Mock(side_effect=RuntimeError(said)))))
+    ranks = ConnectingRanks(dist.HashStore(), Signer(b"key"), 0, ("rank 0 (a)", "rank 1 (b)"), InitTimeout(LONG))
+    with pytest.raises(RuntimeError) as raised:
+        open_proven(lambda _: group, lambda group: None, ranks, "x")
+    assert not isinstance(raised.value, CommunicationError)
+    assert "b could not open a TCP connection" in str(no_connection_between(["a", "b"], "b", raised.value))
 
 
 def test_who_refuses_a_connection_is_in_gloos_error():
