@@ -3,7 +3,7 @@ Describes where this process's threads are in the user's program, for messages a
 
     a thread's frames ── the innermost frame of the user's own code ── "train.py:41 in load_batch (time.sleep)"
 
-`control_client` and `runtime` call it. It reads no file, since a hanging file system may be the cause of the stall.
+`control` and `runtime` call it. It reads no file, since a hanging file system may be the cause of the stall.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ The `Controller` interface: makes all ranks run the same operations in the same 
 
     submit(group, operation) ── Handle ── ... all ranks of the group have submitted the same ... ── run(execution)
 
-`ops`, `optim` and `runtime` call it. It is implemented by `unchecked`, which trusts the program, and by
-`control_client`, which asks rank 0.
+`ops`, `optim` and `runtime` call it. It is implemented by `control.unchecked`, which trusts the program, and by
+`control.control_client`, which asks rank 0.
 """
 
 from __future__ import annotations

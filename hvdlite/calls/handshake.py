@@ -7,8 +7,8 @@ Authenticates a rank and rank 0 to each other over a new connection, before any 
 
 A signature is an HMAC with the job's key over the role in quotes, the rank and both nonces. So one that was overheard,
 taken from another connection, or sent by rank 0 itself is not valid. Then both ends derive the key that signs all
-further messages of this connection. Each step has a fixed size. `connect` uses the rank's side and `acceptor` rank 0's;
-they send and receive, this module only computes.
+further messages of this connection. Each step has a fixed size. `control.connect` uses the rank's side and
+`coordinator.acceptor` rank 0's; they send and receive, this module only computes.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class ProgramLine(ToRank0):
 
 @dataclass(slots=True)
 class CloseRound(ToRank0):
-    """Asks to close this round of votes (see `voting`), having waited long enough."""
+    """Asks to close this round of votes (see `control.voting`), having waited long enough."""
 
     number: int
 

@@ -3,8 +3,8 @@
 
     Operation (the same on all ranks, but for `own`) ── all have asked ── run(Execution, with every rank's `own`)
 
-These are plain values without a connection. A `Kind` holds what the rules in `negotiation` need to know of an
-operation. `ops` makes operations for its collectives on tensors, and the `controller` brings the ranks together.
+These are plain values without a connection. A `Kind` holds what the rules in `coordinator.negotiation` need to know of
+an operation. `ops` makes operations for its collectives on tensors, and the `controller` brings the ranks together.
 """
 
 from __future__ import annotations

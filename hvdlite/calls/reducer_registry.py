@@ -3,9 +3,9 @@ The registry of each group's reducers (one for each DistributedOptimizer), numbe
 
     take_number ── open_all (when one is first needed) ── enter ── pin: those alive on this rank are kept
 
-`optim` registers the reducers. `joins` pins them, since `join` has ranks sit out steps of the optimizers that are alive
-on all ranks. The ranks agree on which these are: it must not depend on when each rank's garbage collector runs, so
-nothing here happens when the collector finalizes a reducer.
+`optim` registers the reducers. `control.joins` pins them, since `join` has ranks sit out steps of the optimizers that
+are alive on all ranks. The ranks agree on which these are: it must not depend on when each rank's garbage collector
+runs, so nothing here happens when the collector finalizes a reducer.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Identifies the thread that calls an operation, by a label that is the same on al
 
 Operations without a user's name pair up in the order of their calls. If several threads of a rank call them, that order
 is not defined. So `control.requests` sends with each call which thread made it, and whether other threads might have.
-`negotiation` refuses calls whose threads do not match.
+`coordinator.negotiation` refuses calls whose threads do not match.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ def make_controller(
         stall = StallRules(warning_s, environment.stall_shutdown_s, init_timeout.timeout.total_seconds())
         client, early = _lead(group, generation, nodes, stall, environment)
     else:
-        mailbox, welcome, early = _reach(_exchange_address(group, None), group, init_timeout.left())
+        address, *_ = group.all_gather_json(None, "hvd.init()")
+        mailbox, welcome, early = _reach(address, group, init_timeout.left())
         try:
             client = ControlClient(mailbox, group, generation, None, welcome, measures_steps=environment.stragglers)
         except BaseException:
@@ -90,18 +91,13 @@ def _lead(
     try:
         welcome, *early = own_end.receive()
         assert isinstance(welcome, Welcome), "the coordinator sends it first"
-        _exchange_address(group, address)
+        group.all_gather_json(address, "hvd.init()")
         measures = environment.stragglers
         return ControlClient(own_end, group, generation, coordinator, welcome, measures_steps=measures), early
     except BaseException:
         own_end.close()
         coordinator.close()
         raise
-
-
-def _exchange_address(group: Group, own: Any) -> Any:
-    """Returns rank 0's address; every rank must call it, and only rank 0 passes one."""
-    return group.all_gather_json(own, "hvd.init()")[0]
 
 
 def _listen(group: Group, nodes: Sequence[str]) -> socket.socket:

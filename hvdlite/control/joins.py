@@ -5,7 +5,7 @@ This rank's part in joins: its own `hvd.join()`, and the optimizers that it keep
     pin (another rank has joined) ── "pinned", with the living optimizers ── unpin
 
 `control_client` calls it. Living optimizers are those that are neither closed nor garbage-collected; pinned ones are
-kept. Rank 0 finds the steps to sit out (see `joined_steps`).
+kept. Rank 0 finds the steps to sit out (see `coordinator.joined_steps`).
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class Requests:
         return call if len(call) <= MOST_BYTES and voter.begin() else None
 
     def _ask(self, ask: OperationRequest) -> None:
-        """Requests an operation by a message. What was added after the connection's end, only this fails."""
+        """Requests an operation by a message; fails it if it was added after the connection's end."""
         try:
             is_open = self._connection.say(ask)
         except ValueError as error:

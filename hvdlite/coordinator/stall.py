@@ -202,9 +202,8 @@ class StallWatch:
     # -- ranks that have joined while the others do nothing at all
 
     def _find_joined_ranks(self, stalls: Stalls, now_s: float) -> None:
-        """Ranks that have joined wait as long as the others have work. Ranks that request nothing have no work, unless
-        they take steps: then the joined ranks report that they wait in the steps' buckets.
-        """
+        # Ranks that have joined wait as long as the others have work. Ranks that request nothing have no work, unless
+        # they take steps: then the joined ranks report that they wait in the steps' buckets.
         scene = self._scene
         if not scene.joined or scene.busy or scene.pending or self._joined_steps.has_any:
             self._warned_at_s.pop("join", None)
