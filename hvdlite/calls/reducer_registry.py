@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 from weakref import ref
@@ -199,12 +199,6 @@ class Reducers:
             if member is not None and member.pin():
                 pinned[number] = member
         return pinned
-
-
-def unpin(pinned: Mapping[int, SitsOut]) -> None:
-    """Unpins what `Reducers.pin` has returned."""
-    for member in pinned.values():
-        member.unpin()
 
 
 class OneThread:

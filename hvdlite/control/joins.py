@@ -20,7 +20,7 @@ from ..calls.controller import SitOut, StandIn
 from ..calls.handle import Handle
 from ..calls.messages import GoAsStandIn, LivingOptimizers
 from ..calls.operation import Execution, kind_named
-from ..calls.reducer_registry import ReducerRegistry, SitsOut, unpin
+from ..calls.reducer_registry import ReducerRegistry, SitsOut
 from ..comm.group import Group
 from .executor import Executor, Request
 
@@ -138,12 +138,13 @@ class Joins:
         if joining is not None:
             joining.handle.fail(error_of(joining.handle.what))
 
-    def _take_pinned(self, joining: _Joining | None) -> list[dict[int, SitsOut]]:
+    def _take_pinned(self, joining: _Joining | None) -> list[SitsOut]:
         with self._lock:
             asked, self._pinned = self._pinned, {}
-        return [*asked.values(), *(joining.pinned.values() if joining is not None else ())]
+        everything = [asked] if joining is None else [asked, joining.pinned]
+        return [member for each in everything for pinned in each.values() for member in pinned.values()]
 
 
-def _unpin_all(everything: Iterable[Mapping[int, SitsOut]]) -> None:
-    for pinned in everything:
-        unpin(pinned)
+def _unpin_all(members: Iterable[SitsOut]) -> None:
+    for member in members:
+        member.unpin()

@@ -11,8 +11,6 @@ ones, or have no memory, cannot.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -64,13 +62,11 @@ def check_sendable(tensor: object, what: str, subject: str = "the tensor") -> Te
         raise ValueError(f"{what}: {subject} is not initialized yet: run a batch through its lazy module first")
     # A subclass may override the properties that are read below.
     with torch._C.DisableTorchFunctionSubclass():
-        for is_so, words in _OTHER_FORMS:
-            if is_so(tensor):
-                # Horovod raises a ValueError for them, where it gets that far.
-                raise WrongTypeError(f"{what}: {subject} is {words(tensor)}")
-        for is_so, words in _WITHOUT_VALUES:
-            if is_so(tensor):
-                raise ValueError(f"{what}: {subject} {words(tensor)}")
+        if (form := _other_form(tensor)) is not None:
+            # Horovod raises a ValueError for them, where it gets that far.
+            raise WrongTypeError(f"{what}: {subject} is {form}")
+        if (lack := _lack(tensor)) is not None:
+            raise ValueError(f"{what}: {subject} {lack}")
         return tensor if type(tensor) in _PLAIN_TYPES else tensor.as_subclass(Tensor)
 
 
@@ -101,10 +97,6 @@ def plain_tensor(tensor: Tensor) -> Tensor:
         return tensor.detach().as_subclass(Tensor)
 
 
-def _is_of_own_making(tensor: Tensor) -> bool:
-    return type(tensor) not in _PLAIN_TYPES and type(tensor).__torch_dispatch__ is not _NO_DISPATCH
-
-
 def check_is_outside(what: str) -> None:
     """Raises a TypeError inside FakeTensorMode or a torch.func transform."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
@@ -131,70 +123,44 @@ def _has_tangent(tensor: Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]  # torch's
 
 
-# A check, and the words for a tensor that it is true of.
-_Case = tuple[Callable[[Tensor], bool], Callable[[Tensor], str]]
-
 _DENSE = "pass a dense one, as tensor.to_dense()"
 
-# Forms of values that cannot be sent, and the way out. The order matters: a later check is valid only for a tensor for
-# which all earlier ones are false.
-_OTHER_FORMS: tuple[_Case, ...] = (
-    (lambda tensor: tensor.is_nested, lambda _: "a nested one: pass each of tensor.unbind()"),
-    (
-        lambda tensor: tensor.is_quantized or tensor.dtype in _QUANTIZED,
-        lambda _: "quantized: pass tensor.int_repr(), or tensor.dequantize()",
-    ),
-    (
-        _is_of_own_making,
-        lambda tensor: f"a {_kind(tensor)}: {_INSIDE.get(_kind(tensor), 'pass a plain tensor')}",
-    ),
-    (
-        torch._C._functorch.is_functorch_wrapped_tensor,
-        lambda _: (
-            "a tensor of a torch.func transform, such as vmap or grad: pass the tensor that the transform was given"
-        ),
-    ),
-    (
-        torch._is_functional_tensor,
-        lambda _: "a tensor of a transform that has ended: pass the tensor that the transform was given",
-    ),
-    (
-        lambda tensor: tensor.layout is torch.sparse_coo,
-        lambda tensor: f"{tensor.layout}: {_DENSE}, or sum it with hvd.sparse_allreduce_async",
-    ),
-    (lambda tensor: tensor.layout != torch.strided, lambda tensor: f"{tensor.layout}: {_DENSE}"),
-    (
-        lambda tensor: tensor.dtype not in DTYPES,
-        lambda tensor: (
-            f"of dtype {tensor.dtype}, which PyTorch cannot copy: pass its bytes, as tensor.view(torch.uint8)"
-        ),
-    ),
-)
 
-# Reasons why values are missing or would be lost, and the way out.
-_WITHOUT_VALUES: tuple[_Case, ...] = (
-    (
-        lambda tensor: tensor.is_meta,
-        lambda _: "is on the meta device and has no values: move its module to a real device first, as with to_empty()",
-    ),
-    (
-        lambda tensor: not (tensor.is_cpu or tensor.is_cuda),
-        lambda tensor: f"is on {tensor.device.type}: pass one on the CPU or a GPU, as tensor.cpu()",
-    ),
-    (
-        lambda tensor: tensor._is_zerotensor(),
-        lambda _: "has no memory, because autograd made it as a symbolic zero: clone() it",
-    ),
-    (
-        _is_without_memory,
-        lambda _: "has lost its memory, as after its storage was resized to 0: call this while it has values",
-    ),
-    (
-        _has_tangent,
-        lambda _: "carries a derivative of torch.autograd.forward_ad, which would be lost: detach() it",
-    ),
-)
+def _other_form(tensor: Tensor) -> str | None:  # noqa: PLR0911  # a line for each form
+    """In what form the values are that cannot be sent, and the way out; None if they can be sent as they are.
+
+    The order matters: a later check is valid only for a tensor for which all earlier ones are false.
+    """
+    if tensor.is_nested:
+        return "a nested one: pass each of tensor.unbind()"
+    if tensor.is_quantized or tensor.dtype in _QUANTIZED:
+        return "quantized: pass tensor.int_repr(), or tensor.dequantize()"
+    if type(tensor) not in _PLAIN_TYPES and type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+        kind = type(tensor).__name__
+        return f"a {kind}: {_INSIDE.get(kind, 'pass a plain tensor')}"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a tensor of a torch.func transform, such as vmap or grad: pass the tensor that the transform was given"
+    if torch._is_functional_tensor(tensor):
+        return "a tensor of a transform that has ended: pass the tensor that the transform was given"
+    if tensor.layout is torch.sparse_coo:
+        return f"{tensor.layout}: {_DENSE}, or sum it with hvd.sparse_allreduce_async"
+    if tensor.layout != torch.strided:
+        return f"{tensor.layout}: {_DENSE}"
+    if tensor.dtype not in DTYPES:
+        return f"of dtype {tensor.dtype}, which PyTorch cannot copy: pass its bytes, as tensor.view(torch.uint8)"
+    return None
 
 
-def _kind(tensor: Tensor) -> str:
-    return type(tensor).__name__
+def _lack(tensor: Tensor) -> str | None:
+    """Why values are missing or would be lost, and the way out; None if all is well. The order matters as above."""
+    if tensor.is_meta:
+        return "is on the meta device and has no values: move its module to a real device first, as with to_empty()"
+    if not (tensor.is_cpu or tensor.is_cuda):
+        return f"is on {tensor.device.type}: pass one on the CPU or a GPU, as tensor.cpu()"
+    if tensor._is_zerotensor():
+        return "has no memory, because autograd made it as a symbolic zero: clone() it"
+    if _is_without_memory(tensor):
+        return "has lost its memory, as after its storage was resized to 0: call this while it has values"
+    if _has_tangent(tensor):
+        return "carries a derivative of torch.autograd.forward_ad, which would be lost: detach() it"
+    return None
