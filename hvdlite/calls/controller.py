@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from ..comm.group import Group
 from ..comm.step_clock import RankPace
+from .generation import SitsOut
 from .handle import Handle
 from .operation import Kind, Operation, Run
-from .reducer_registry import SitsOut
 
 # Makes the function that a rank that has joined runs in an operation of this kind with these `Operation.same` values.
 StandIn = Callable[[Kind, Mapping[str, Any]], Run]

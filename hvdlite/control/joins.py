@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 
 from ..calls.controller import SitOut, StandIn
+from ..calls.generation import ReducerRegistry, SitsOut
 from ..calls.handle import Handle
 from ..calls.messages import GoAsStandIn, LivingOptimizers
 from ..calls.operation import Execution, kind_named
-from ..calls.reducer_registry import ReducerRegistry, SitsOut
 from ..comm.group import Group
 from .executor import Executor, Request
 

@@ -14,10 +14,10 @@ from functools import partial
 
 from .. import forks
 from ..calls.controller import Controller, SitOut, StandIn
+from ..calls.generation import OneThread
 from ..calls.handle import Handle
 from ..calls.mismatch import words_of_difference
 from ..calls.operation import OPTIMIZER, Execution, Operation
-from ..calls.reducer_registry import OneThread
 from ..comm.group import Group
 from ..comm.recorder import OPERATIONS, Recorder
 from ..comm.step_clock import RankPace

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from ..calls.controller import StandIn
+from ..calls.generation import SitsOut
 from ..calls.handle import Handle
 from ..calls.operation import Execution, Kind, Run
-from ..calls.reducer_registry import SitsOut
 from ..errors import CommunicationError
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.world import current_world

@@ -21,9 +21,9 @@ import torch
 
 from ..buckets.exchange import Links
 from ..buckets.plan import Description, first_difference
+from ..calls.generation import ReducerRegistry, SitsOut
 from ..calls.handle import Handle
 from ..calls.operation import OPTIMIZER, Execution, Operation
-from ..calls.reducer_registry import ReducerRegistry, SitsOut
 from ..comm.group import Group
 from ..errors import MismatchError
 

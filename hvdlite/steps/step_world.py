@@ -22,7 +22,7 @@ from ..buckets.plan import BucketPlan
 from ..buckets.settings import Settings
 from ..buckets.step_trace import StepTrace
 from ..buckets.weights import WeightState
-from ..calls.reducer_registry import ReducerRegistry
+from ..calls.generation import ReducerRegistry
 from ..comm.group import Group
 from ..comm.step_clock import StepClock
 from .step_state import StepState

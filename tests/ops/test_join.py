@@ -12,7 +12,7 @@ from torch import nn
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
-from hvdlite.calls.reducer_registry import Reducers, SitsOut
+from hvdlite.calls.generation import Reducers, SitsOut
 from hvdlite.comm import deferred_close
 from hvdlite.comm.group import Group
 from hvdlite.optim.reducer import Reducer

@@ -17,7 +17,7 @@ from torch import nn
 from training import take_steps, wrap
 
 import hvdlite as hvd
-from hvdlite.calls.reducer_registry import Reducers
+from hvdlite.calls.generation import Reducers
 from hvdlite.comm import deferred_close
 from hvdlite.comm.group import Group
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hvdlite as hvd
-from hvdlite.calls.reducer_registry import ReducerRegistry
+from hvdlite.calls.generation import ReducerRegistry
 from hvdlite.optim.surplus import PendingKind, SurplusGradients
 from hvdlite.steps.step_state import StepPhase, StepState
 
