@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TypeVar
@@ -26,39 +26,22 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     return extension_available(ext_base_name, verbose) and torch.cuda.is_available()
 
 
-def mpi_built(verbose: bool = False) -> bool:
-    """Whether `hvdlite.torch.mpi_built` says so."""
-    return bool(names.mpi_built())
+def _built(answer: Callable[[], object]) -> Callable[..., bool]:
+    """Returns a function that takes Horovod's ``verbose``, and says what a function of `hvdlite.torch` says."""
+
+    def built(verbose: bool = False) -> bool:
+        return bool(answer())
+
+    return built
 
 
-def gloo_built(verbose: bool = False) -> bool:
-    """Whether `hvdlite.torch.gloo_built` says so."""
-    return bool(names.gloo_built())
-
-
-def nccl_built(verbose: bool = False) -> bool:
-    """Whether `hvdlite.torch.nccl_built` says so."""
-    return bool(names.nccl_built())
-
-
-def ddl_built(verbose: bool = False) -> bool:
-    """Whether `hvdlite.torch.ddl_built` says so."""
-    return bool(names.ddl_built())
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    """Whether `hvdlite.torch.ccl_built` says so."""
-    return bool(names.ccl_built())
-
-
-def cuda_built(verbose: bool = False) -> bool:
-    """Whether `hvdlite.torch.cuda_built` says so."""
-    return bool(names.cuda_built())
-
-
-def rocm_built(verbose: bool = False) -> bool:
-    """Whether `hvdlite.torch.rocm_built` says so."""
-    return bool(names.rocm_built())
+mpi_built = _built(names.mpi_built)
+gloo_built = _built(names.gloo_built)
+nccl_built = _built(names.nccl_built)
+ddl_built = _built(names.ddl_built)
+ccl_built = _built(names.ccl_built)
+cuda_built = _built(names.cuda_built)
+rocm_built = _built(names.rocm_built)
 
 
 @contextmanager

@@ -85,7 +85,7 @@ class Agents:
 
     def _reach(self, hosts: Collection[Host], *, tells: bool, is_patient: bool) -> AgentAnswers:
         status = StatusLine()
-        log = status.say if self._job.verbose else _say_nothing
+        log = status.say if self._job.verbose else lambda _: None
 
         def show_missing(missing: Collection[str]) -> None:
             # Those of the launcher's own machine answer at once.
@@ -344,7 +344,3 @@ def _peers(host: Host, addresses: Mapping[str, str | None]) -> tuple[str, ...]:
     # does without a default route, though there may be other hosts in its network.
     own = addresses[host.label] or own_address({}) or some_address()
     return () if own is None else (own,)
-
-
-def _say_nothing(_: str) -> None:
-    pass

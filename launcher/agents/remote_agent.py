@@ -54,25 +54,14 @@ _NOISE_BYTES = 1 << 16  # the most that a login shell's start files may print be
 _OVERDRAFT_BYTES = 64 << 20
 _MOST_SAID_BYTES = 1 << 20  # of the stderr of ssh and the agent: more is not shown. Workers' output is sent as `Output`
 _UNEXPECTED = "its hvdlite agent ended unexpectedly"
-_FIRST_PAUSE_S, _MOST_PAUSE_S = (
-    0.2,
-    2.0,
-)  # between attempts to connect to a host that is not there yet: doubled each time
+# Between attempts to connect to a host that is not there yet: doubled each time.
+_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.2, 2.0
 _WORDS_S = 1.0  # how long to wait for the return code and the end of stderr
 
 
 def local_agent_argv() -> list[str]:
     """Returns the command that runs an agent on this machine: its stdin and stdout are the connection."""
     return [sys.executable, "-m", "hvdlite_launcher.host.remote_parent"]
-
-
-class _NotThereYetError(Exception):
-    """The host cannot be connected to, but may be later. For ``cause`` and ``why`` see `NotThereYet`."""
-
-    def __init__(self, cause: str, why: str) -> None:
-        super().__init__(why)
-        self.cause = cause
-        self.why = why
 
 
 @dataclass
@@ -246,29 +235,28 @@ class RemoteAgent:
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                why = self._read_messages()
+                end = self._read_messages()
             except ProtocolError as error:
-                why = str(error)
-            except _NotThereYetError as error:
-                self._events.put(NotThereYet(self.host.label, error.cause, error.why))
-                self._is_hung_up.wait(pause_s)
-                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
-                try:
-                    if self._start_again():
-                        continue
-                    why = error.why
-                except (OSError, RuntimeError) as failure:
-                    why = in_words(failure) or str(failure)
+                end = str(error)
+            if isinstance(end, str):
+                why = end
+                break
+            self._events.put(end)
+            self._is_hung_up.wait(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+            try:
+                if self._start_again():
+                    continue
+                why = end.why
+            except (OSError, RuntimeError) as failure:
+                why = in_words(failure) or str(failure)
             break
         self._store.lose(self)
         if not self._dismissed:
             self._events.put(Lost(self.host.label, why))
 
-    def _read_messages(self) -> str:
-        """Receives messages until the connection ends, and returns the reason why it ended.
-
-        Raises `_NotThereYetError` if there has been no connection, and there may be one later.
-        """
+    def _read_messages(self) -> str | NotThereYet:
+        """Receives messages until the connection ends; returns why, or that there was none and may be one later."""
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
         decoder = Decoder(FROM_AGENT)
@@ -353,7 +341,7 @@ class RemoteAgent:
             if self._output.received - self._output.done_with > room:
                 raise ProtocolError("its hvdlite agent sent more output than it was allowed to")
 
-    def _why_it_ended(self, noise: str) -> str:
+    def _why_it_ended(self, noise: str) -> str | NotThereYet:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_WORDS_S)
         if self._stderr_thread is not None:
@@ -368,7 +356,7 @@ class RemoteAgent:
             why = self._explain(returncode, f"{noise}\n{self._words}")
             # What is on stdout was written on the host.
             if not noise and (cause := self._not_there(returncode, self._words)) is not None:
-                raise _NotThereYetError(cause, why)
+                return NotThereYet(self.host.label, cause, why)
             return why
         return killed_by(returncode) or last_words(self._words) or _UNEXPECTED
 

@@ -14,6 +14,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from hvdlite_wire.codec import decode
+from hvdlite_wire.errors import MessageError
+
 from ..plan.hosts import Host
 from ..plan.job_spec import JobSpec
 from ..system import machine, process_tree
@@ -22,7 +25,7 @@ from . import host_facts
 from .ask_hosts import Question, Reply, ask_hosts
 from .check_table import ASCII, UNICODE, Marks, RoundTrips, show
 from .diagnosis import diagnose
-from .host_facts import Facts, facts_from
+from .host_facts import Facts
 
 # As in `hvdlite.round_trips`: how long two hosts try to connect, and how long everything else may take.
 _CONNECT_S, _SLACK_S = 20.0, 20.0
@@ -53,6 +56,14 @@ def _ask(job: JobSpec, hosts: Collection[Host]) -> dict[str, Facts | str]:
     question = Question("importing torch", ("-c", program, job.cwd, counts), patience_s=job.start_timeout_s)
     replies = ask_hosts(question, job, hosts, say=_say_on_terminal, log=_log(job))
     return {label: _facts_in(reply) for label, reply in replies.items()}
+
+
+def facts_from(line: str) -> Facts | None:
+    """Returns the facts that `host_facts` printed as ``line``; None if the line is anything else."""
+    try:
+        return decode(Facts, line)
+    except MessageError:
+        return None
 
 
 def _facts_in(reply: Reply) -> Facts | str:
@@ -149,11 +160,7 @@ def _print(text: str) -> None:
 
 
 def _log(job: JobSpec) -> Callable[[str], object]:
-    return say if job.verbose else _say_nothing
-
-
-def _say_nothing(_: str) -> None:
-    pass
+    return say if job.verbose else lambda _: None
 
 
 def _say_on_terminal(text: str) -> None:

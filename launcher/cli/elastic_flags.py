@@ -86,8 +86,8 @@ DESTS = frozenset({*_OF_ELASTIC, "min_num_proc", "host_discovery_script", "on_fa
 OF_WORKERS = DESTS - {"host_discovery_script", "slots_per_host"}
 """The dests of flags about workers, and not about hosts."""
 
-TEXTS = ("host_discovery_script", "on_failure", "chaos", "chaos_report")
-"""The dests of flags whose value is text and cannot be a number."""
+TEXTS = ("host_discovery_script", "on_failure")
+"""The dests of flags whose value is text and cannot be a number, besides those that take any text."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -102,25 +102,6 @@ EXAMPLE = "hvdlite-run -np 4 python train.py"
 _GRACE_S = 30.0
 # The dests of flags whose value is a comma-separated list.
 _COMMA_SEPARATED = frozenset({"hosts", "network_interface"})
-# The dests of flags whose value is text and cannot be a number.
-TEXTS = frozenset(
-    {
-        "hosts",
-        "hostfile",
-        "output_filename",
-        "diagnose",
-        "report",
-        "report_dir",
-        "metrics_textfile",
-        "summary",
-        "log_json",
-        "ssh_identity_file",
-        "ssh_args",
-        "ssh_program",
-        "remote_python",
-    }
-    | {"network_interface", "config_file"}
-) | frozenset((*elastic_flags.TEXTS, *horovodrun_flags.TEXTS))
 # Flags of torchrun for the number of workers and their rendezvous, spelled with dashes.
 _OF_TORCHRUN = frozenset(
     {
@@ -188,6 +169,12 @@ class Parser(argparse.ArgumentParser):
     @property
     def flags(self) -> tuple[argparse.Action, ...]:
         return tuple(self._actions)
+
+    @property
+    def texts(self) -> frozenset[str]:
+        """The dests of flags whose value is text and cannot be a number; that of a variable can."""
+        of_text = (flag.dest for flag in self.flags if flag.nargs != 0 and flag.type in (None, _ssh_words, _interfaces))
+        return frozenset({*of_text, *elastic_flags.TEXTS, *horovodrun_flags.TEXTS} - {"exports"})
 
     def split_command(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
         """Returns the launcher's flags, and the command: from the first word that is no flag, or after ``--``."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any, NoReturn, TypeVar
 
-from ..cli.flag_parser import TEXTS, Parser, Value, closest
+from ..cli.flag_parser import Parser, Value, closest
 from ..errors import JobError, UsageError
 from ..system.signals import signal_name
 from ..system.terminal_text import one_line, visible
@@ -71,6 +71,7 @@ def run(
 
 def _words(flags: Mapping[str, object]) -> Iterator[str]:
     parser = Parser()
+    texts = parser.texts
     known = {key.replace("-", "_"): flag for key, flag in parser.flags_by_key().items() if key not in _NO_ARGUMENTS}
     given: dict[str, str] = {}  # the argument's name by the flag's dest, since a flag may have several names
     for name, value in flags.items():
@@ -81,22 +82,26 @@ def _words(flags: Mapping[str, object]) -> Iterator[str]:
         if (other := given.setdefault(known[name].dest, name)) != name:
             raise TypeError(f"run(): {other} and {name} are the same argument: give only one of them")
         try:
-            yield from parser.words_for(known[name], _as_value(known[name].dest, value))
+            yield from parser.words_for(known[name], _as_value(value, is_text=known[name].dest in texts))
         except UsageError as error:
             raise ValueError(f"{name}: {error}") from None
 
 
-def _as_value(dest: str, value: object) -> Value:
+def _as_value(value: object, *, is_text: bool) -> Value:
+    """``is_text``: it cannot be a number."""
     if isinstance(value, Mapping):
-        return {_as_text("hosts", name): None if each is None else _as_text(dest, each) for name, each in value.items()}
+        return {
+            _as_text(name, is_text=True): None if each is None else _as_text(each, is_text=is_text)
+            for name, each in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_as_text(dest, each) for each in value]
-    return _as_text(dest, value)
+        return [_as_text(each, is_text=is_text) for each in value]
+    return _as_text(value, is_text=is_text)
 
 
-def _as_text(dest: str, value: object) -> str:
+def _as_text(value: object, *, is_text: bool) -> str:
     """Returns the word for the command line; raises `UsageError` for a value that nobody would write there."""
-    is_number = dest not in TEXTS and (hasattr(value, "__index__") or hasattr(value, "__float__"))
+    is_number = not is_text and (hasattr(value, "__index__") or hasattr(value, "__float__"))
     try:
         text = os.fspath(value) if isinstance(value, str | os.PathLike) else str(value) if is_number else None
         # A NUL would end a program's argument, and a lone surrogate is no character.
@@ -104,7 +109,7 @@ def _as_text(dest: str, value: object) -> str:
             return text
     except Exception:  # noqa: BLE001  # from an object's own method, or for a number with thousands of digits
         pass
-    kind = "a str" if dest in TEXTS else "a str or a number"
+    kind = "a str" if is_text else "a str or a number"
     raise UsageError(f"it must be {kind} that a command line can contain, not {_shown(value)}")
 
 

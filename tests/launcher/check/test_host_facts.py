@@ -9,7 +9,8 @@ from dataclasses import asdict
 
 import pytest
 from hvdlite_launcher.check import host_facts
-from hvdlite_launcher.check.host_facts import Facts, facts_from
+from hvdlite_launcher.check.host_facts import Facts
+from hvdlite_launcher.check.run_check import facts_from
 from hvdlite_launcher.system import machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,12 +73,12 @@ def test_a_torch_that_breaks_is_told_and_breaks_nothing_else(tmp_path, torch, er
 
 
 def test_what_was_found_comes_through_json_as_it_was():
-    assert facts_from(json.dumps(asdict(FACTS))) == FACTS
+    assert facts_from(json.dumps([*asdict(FACTS).values()])) == FACTS
 
 
 @pytest.mark.parametrize("change", [{"cores": "4"}, {"gpus": "H200"}, {"gpus": [1]}, {"torch": 2}, {"more": 1}])
 def test_what_is_not_as_it_should_be_is_no_facts(change):
-    assert facts_from(json.dumps({**asdict(FACTS), **change})) is None
+    assert facts_from(json.dumps([*{**asdict(FACTS), **change}.values()])) is None
 
 
 @settings(max_examples=50)

@@ -107,7 +107,7 @@ def test_a_script_that_finds_no_host_is_an_error(capsys, script, code, message):
 def test_no_word_of_a_host_s_makes_a_line_that_nobody_said(capsys, monkeypatch):
     odd = "3.11\nnode2  fine\x1b[2J"
     facts = Facts(odd, odd, 1, True, torch="9" * 100_000, gloo=True, interfaces=(odd,), hvdlite_error=odd)
-    reply = Reply((json.dumps(asdict(facts)),))
+    reply = Reply((json.dumps([*asdict(facts).values()]),))
     monkeypatch.setattr("hvdlite_launcher.check.run_check.ask_hosts", lambda *_, **__: {"localhost": reply})
     assert hvdlite_run.main(["--check"]) == 1
     out = capsys.readouterr().out
