@@ -25,11 +25,10 @@ MODULES = 18
 # Over a class's whole ancestry of ours. Those of the wrapped optimizer mirror torch's.
 MANY_METHODS = {
     "AveragingOptimizer": 37,
-    "Bucket": 38,
     "DistributedOptimizer": 40,
 }
 MANY_ATTRIBUTES = {
-    "Bucket": 24,
+    "Bucket": 22,
     "ElasticSampler": 23,
     "Survival": 26,
 }

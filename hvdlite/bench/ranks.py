@@ -30,7 +30,6 @@ from torch._C._distributed_c10d import HashStore
 from ..comm.engine import HasMemory
 from ..comm.group import Group
 from ..comm.reduce_op import Max
-from ..optim.optimizer import DEFAULT_BUCKET_CAP_BYTES
 from ..runtime.make_world import World
 from .arguments import OptionError, show_count, show_size
 
@@ -67,8 +66,6 @@ class Ranks:
         self.group = world.group
         self.rank, self.size = world.group.rank, world.group.size
         self._bar: Any = None
-        given = world.environment.fusion_threshold_bytes
-        self.bucket_cap_bytes = DEFAULT_BUCKET_CAP_BYTES if given is None else given
         self._local_size = world.topology.local_size
         self._control = world.group.duplicate()
         self._rival: dist.ProcessGroup | None = None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,17 +37,50 @@ _MOST_NAMED = 3
 Memory = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
-class BucketMemory(NamedTuple):
-    """A bucket's flat buffer and views of its parts: the gradients (with gaps if aligned), the flags, and the weights.
+class BucketMemory:
+    """A bucket's flat buffer, its parts, and the views that are the gradients of parameters.
 
-    ``tail`` is all behind the gradients. ``flags`` and ``weights`` are its two parts.
+    ``gradients`` has gaps if they are aligned. ``tail`` is all behind them: ``flags`` and ``weights``.
     """
 
-    flat: Tensor
-    gradients: Tensor
-    tail: Tensor
-    flags: Tensor
-    weights: Tensor
+    __slots__ = ("_addresses", "_states", "_views", "flags", "flat", "gradients", "tail", "weights")
+
+    def __init__(self, plan: BucketPlan, flat: Tensor, states: Sequence[GradientState]) -> None:
+        """Gives each of the states its view."""
+        self.flat = flat
+        self.gradients, self.tail = flat[: plan.grad_numel], flat[plan.grad_numel :]
+        self.flags, self.weights = flat[plan.grad_numel : plan.weight_start], flat[plan.weight_start :]
+        self._states = states
+        for state in states:
+            state.view = self._slice_of(state)
+        self._note_views()
+
+    def _slice_of(self, state: GradientState) -> Tensor:
+        spec = state.piece.spec
+        return self.flat.as_strided(spec.shape, spec.stride, state.piece.start)
+
+    def _note_views(self) -> None:
+        # With their addresses: a program that moves or converts a model does so with its gradients, by `Tensor.data`.
+        # These are then the same objects, and no views any more.
+        self._views = [state.view for state in self._states if state.view is not None]
+        self._addresses = list(map(Tensor.data_ptr, self._views))
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether gradients were moved out of the buffer, or with it."""
+        return list(map(Tensor.data_ptr, self._views)) != self._addresses
+
+    def bring_back(self) -> None:
+        """Copies gradients that were moved out of the buffer, with the model, back into it."""
+        for state, view in zip(self._states, self._views, strict=True):
+            again = self._slice_of(state)
+            if not view.is_set_to(again):
+                if (view.dtype, view.device, view.shape) != (self.flat.dtype, self.flat.device, again.shape):
+                    raise misfit(state, view)
+                state.view = again.copy_(view)
+                if state.param.grad is view:
+                    state.param.grad = state.held = again
+        self._note_views()
 
 
 class Bucket:
@@ -84,10 +116,6 @@ class Bucket:
         # In this step: whether it takes no more gradients, since it was sent, or will not be.
         self._is_sent = False
         self._memory: BucketMemory | None = None
-        # The views of all slices, and their addresses. A program that moves or converts a model does so with its
-        # gradients, by `Tensor.data`: these are then the same objects, and no views any more.
-        self._views: list[Tensor] = []
-        self._addresses: list[int] = []
         self._flags = Flags(plan, ranks)
         # The buffer's `Tensor._version` after hvdlite's last write. If it differs later, the user has changed a
         # gradient. None while the user may change them: before the first gradient, and once the averages are returned.
@@ -120,46 +148,13 @@ class Bucket:
 
     def use(self, flat: Tensor) -> BucketMemory:
         """Makes this the buffer: new memory, or see `take_over`."""
-        plan = self.plan
-        memory = self._memory = BucketMemory(
-            flat,
-            flat[: plan.grad_numel],
-            flat[plan.grad_numel :],
-            flat[plan.grad_numel : plan.weight_start],
-            flat[plan.weight_start :],
-        )
-        for state in self.states:
-            spec = state.piece.spec
-            state.view = flat.as_strided(spec.shape, spec.stride, state.piece.start)
-        self._views = [state.view for state in self.states if state.view is not None]
-        self._addresses = list(map(Tensor.data_ptr, self._views))
+        memory = self._memory = BucketMemory(self.plan, flat, self.states)
         return memory
 
     def _forget_memory(self) -> None:
         self._memory = None
-        self._views, self._addresses = [], []
         for state in self.states:
             state.view = None
-
-    @property
-    def _have_moved(self) -> bool:
-        """Whether gradients were moved out of the buffer, or with it."""
-        return list(map(Tensor.data_ptr, self._views)) != self._addresses
-
-    def _bring_back(self) -> None:
-        """Copies gradients that were moved out of the buffer, with the model, back into it."""
-        plan, flat = self.plan, self.memory.flat
-        for state, view in zip(self.states, self._views, strict=True):
-            spec = state.piece.spec
-            again = flat.as_strided(spec.shape, spec.stride, state.piece.start)
-            if not view.is_set_to(again):
-                if (view.dtype, view.device, view.shape) != (plan.dtype, plan.device, again.shape):
-                    raise misfit(state, view)
-                state.view = again.copy_(view)
-                if state.param.grad is view:
-                    state.param.grad = state.held = again
-        self._views = [state.view for state in self.states if state.view is not None]
-        self._addresses = list(map(Tensor.data_ptr, self._views))
 
     def take_over(self, flat: Tensor) -> None:
         """Uses the memory of an earlier bucket with the same plan. The gradients there stay those of the parameters."""
@@ -285,8 +280,8 @@ class Bucket:
             self._flags.write_unused(memory.flags, self._presence, trained)
             return memory, 1.0
         self.require_untouched()
-        if self._have_moved:
-            self._bring_back()
+        if memory.has_moved:
+            memory.bring_back()
         is_complete = self.is_complete
         used = [True] * len(self.states) if is_complete else [self._fill(state) for state in self.states]
         scale_left = 1.0 if self._scale == 1.0 else self._scale_rest(leave_scale)
@@ -333,11 +328,6 @@ class Bucket:
         """Lets the user change the gradients again, since their averages are returned."""
         self._version = None
 
-    def correct(self, count: ParticipantCount, describe: Callable[[int], str]) -> None:
-        """Reads the weights of all ranks, if this bucket has them; see `Weights.read`."""
-        if self.weights is not None:
-            self.weights.read(self.memory.weights, count, describe)
-
     def drop(self, kept: Sequence[GradientState]) -> None:
         """Sets the gradients to None, except those in ``kept``, and frees the buffer. The next gradient allocates it.
 
@@ -370,7 +360,7 @@ class Bucket:
         if not self._is_wanted:
             return
         self.require_untouched()
-        if self._have_moved and self._is_sent:
+        if self._is_sent and self._memory is not None and self._memory.has_moved:
             what = f"one of the {self.description} was moved or converted, with the model,"
             raise changed_too_early(what, self.states[0].param)
         for state in self.states:

@@ -150,7 +150,8 @@ class AveragedStep(StatelessStep):
         for bucket in queue.finish_all(links):
             assert queue.count is not None, "it comes with the first bucket"
             try:
-                bucket.correct(queue.count, links.all.describe_rank)
+                if bucket.weights is not None:
+                    bucket.weights.read(bucket.memory.weights, queue.count, links.all.describe_rank)
             except MismatchError as error:
                 failure = error
             if weights.correction != 1.0:
