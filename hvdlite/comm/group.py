@@ -95,20 +95,8 @@ class Group:
         """
         self._duplicate_count += 1
         signer = self.signer.derive("duplicate", self._duplicate_count)
-        group = Group(
-            self._engine_factory,
-            self.rank,
-            self.size,
-            self.hosts,
-            signer=signer,
-            watch=self._watch,
-            set_id=self.set_id,
-            ranks=self.ranks,
-            label=f"{self.label}.{self._duplicate_count}",
-        )
-        group._duplicate_of = self
-        self._duplicates.add(group)
-        return group
+        label = f"{self.label}.{self._duplicate_count}"
+        return _owned(self, _made_of(self, range(self.size), self._engine_factory, signer, self.set_id, label))
 
     def among(self, ranks: Sequence[int], *, set_id: int, token: str) -> Group:
         """Returns a group of some of the ranks, this one included, over engines of their own. Only these ranks call it.
@@ -117,26 +105,12 @@ class Group:
         """
         group_ranks = [self.ranks.index(rank) for rank in ranks]
         engine_factory = self._engine_factory.among(group_ranks, group_ranks.index(self.rank), token)
-        hosts = [self.hosts[group_rank] for group_rank in group_ranks]
-        signer = self.signer.derive("among", token)
-        return Group(
-            engine_factory,
-            group_ranks.index(self.rank),
-            len(group_ranks),
-            hosts,
-            signer=signer,
-            watch=self._watch,
-            set_id=set_id,
-            ranks=ranks,
-            label=token,
-        )
+        return _made_of(self, group_ranks, engine_factory, self.signer.derive("among", token), set_id, token)
 
     def part(self, group_ranks: Sequence[int], *, token: str) -> Group:
         """Like `among`, but by ranks within this group; closing this group closes the part, too."""
-        group = self.among([self.ranks[group_rank] for group_rank in group_ranks], set_id=self.set_id, token=token)
-        group._duplicate_of = self
-        self._duplicates.add(group)
-        return group
+        ranks = [self.ranks[group_rank] for group_rank in group_ranks]
+        return _owned(self, self.among(ranks, set_id=self.set_id, token=token))
 
     def change_engines(self, engine_factory: EngineFactory, engine: Engine) -> None:
         """Use ``engine`` (of the same ranks) from now on, and open further engines with ``engine_factory``."""
@@ -144,9 +118,7 @@ class Group:
 
     def alone(self) -> Group:
         """Returns a group of this rank alone."""
-        signer = self.signer.derive("alone", self.rank)
-        ranks, hosts = [self.ranks[self.rank]], [self.hosts[self.rank]]
-        return Group(SingleRankFactory(), 0, 1, hosts, signer=signer, watch=self._watch, ranks=ranks, label="alone")
+        return _made_of(self, [self.rank], SingleRankFactory(), self.signer.derive("alone", self.rank), 0, "alone")
 
     def close(self) -> None:
         """Close the group's engine and its duplicates. It does not block.
@@ -453,6 +425,30 @@ class Group:
         if all(torch.equal(part, parts[0]) for part in parts):
             return None
         return self.all_gather_json(value, what)
+
+
+def _made_of(
+    group: Group, group_ranks: Sequence[int], engine_factory: EngineFactory, signer: Signer, set_id: int, label: str
+) -> Group:
+    """Returns a group of some of the ranks, whose collectives are recorded with those of ``group``."""
+    return Group(
+        engine_factory,
+        group_ranks.index(group.rank),
+        len(group_ranks),
+        [group.hosts[each] for each in group_ranks],
+        signer=signer,
+        watch=group._watch,
+        set_id=set_id,
+        ranks=[group.ranks[each] for each in group_ranks],
+        label=label,
+    )
+
+
+def _owned(group: Group, made: Group) -> Group:
+    """Returns ``made``, which is closed, revoked and quiesced with ``group``."""
+    made._duplicate_of = group
+    group._duplicates.add(made)
+    return made
 
 
 def _error_of_end(group: Group, where: str, words: str, seen: int | None = None) -> CommunicationError:

@@ -14,14 +14,9 @@ launcher's store. `ProcessState` has what outlives a world and depends on these 
 - the shared memory of a rank whose steps survive the loss of others (`shm.kept_memory`): kept until the process ends.
 - the addresses at which gloo listens, in an elastic job: kept while GLOO_SOCKET_IFNAME is the same.
 - the connection to the launcher's PMI: kept while PMI_FD is the same.
-- the place that a program has given to this process, in place of a launcher.
-- the last generation of an elastic job in which it was given a rank, the arguments of the last `hvd.init`, whether the
-  program has called `hvd.elastic.run`, whether it has the state that is trained there, and whether it has stood by
-  before it was a rank.
-- the connections to ranks on other hosts, for that thread: dropped when the world ends.
-- since when it waits in `hvd.init` to be connected to the other ranks.
-- in a forked child, whose `ProcessState` is new: which rank it was forked from, and where its variables place that.
 - GLOO_SOCKET_IFNAME, if hvdlite has set it: unset when the world ends.
+
+The attributes say what else it keeps.
 
 `runtime.world` has the one object, and passes it to `runtime.bootstrap`. State that is right in any world is elsewhere:
 hooks (tracebacks, fork, the interpreter's end), the log's handler (each init sets it anew), counters that only make
