@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 from e2e.conftest import PATIENCE_S
@@ -17,18 +18,9 @@ IMPORTS = "import os, signal, time, torch, hvdlite as hvd\nhvd.DistributedOptimi
 LIMITS = {"HVDLITE_STALL_CHECK_TIME_S": "8", "HVDLITE_STALL_SHUTDOWN_S": "16"}
 
 
-def run(
-    launch,
-    program: str,
-    *,
-    size: int = 2,
-    timeout_s: float = PATIENCE_S,
-    shell: str = 'exec python -c "$0"',
-    **env: str,
-) -> tuple[int, str, str]:
-    """``shell`` runs the program in each rank."""
-    job = launch("-np", str(size), "sh", "-c", shell, IMPORTS + program, env=env)
-    code, out, err = job.ended(timeout_s)
+def run(launch, program: str, *, size: int = 2, **env: str) -> tuple[int, str, str]:
+    job = launch("-np", str(size), sys.executable, "-c", IMPORTS + program, env=env)
+    code, out, err = job.ended()
     job.assert_gone()
     return code, out.decode(), err.decode()
 
