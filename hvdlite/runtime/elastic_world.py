@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch
 from hvdlite_wire.assignments import RankAssignment
-from hvdlite_wire.fault_points import ASKS, answer_key
+from hvdlite_wire.fault_points import answer_key, ask_key
 from hvdlite_wire.field_types import Refusals
 from hvdlite_wire.job_contract import CHAOS
 from hvdlite_wire.store_requests import StoreRequest
@@ -202,7 +202,7 @@ class _FaultQuestions:
         """Returns whether the fault at this place of HVDLITE_CHAOS may happen in this step; waits for the answer."""
         number = next(self._numbers)
         try:
-            self._client.set({ASKS + b"%d" % self._worker: b"%d %d %d" % (number, index, step)})
+            self._client.set({ask_key(self._worker): b"%d %d %d" % (number, index, step)})
             (answer,) = self._client.get([answer_key(self._worker, number)])
         except (OSError, ValueError):  # the job ends
             return False

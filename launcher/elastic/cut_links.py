@@ -40,7 +40,7 @@ _MOST_NAMED = 3
 
 
 class CutOff(NamedTuple):
-    """A host to give up: so the others can go on. ``why`` is for the user."""
+    """A host to give up, so that the others can go on. ``why`` is for the user."""
 
     host: str
     why: str

@@ -28,7 +28,7 @@ class _Connecting:
 
 @dataclass
 class _Connected:
-    """A host that has answered. ``is_given_up``: it is to be lost, since others cannot reach it."""
+    """A host that has answered. ``is_given_up``: it is to be lost."""
 
     hello: Hello
     has_run_worker: bool = False
@@ -113,7 +113,7 @@ class ElasticHosts:
         return label in self._connected and self._connected[label].has_run_worker
 
     def give_up(self, label: str) -> bool:
-        """Notes that a host is to be lost, since others cannot reach it; returns False if that is known already."""
+        """Notes that a connected host is to be lost; returns False if that is known already, or it is not connected."""
         host = self._connected.get(label)
         if host is None or host.is_given_up:
             return False

@@ -178,7 +178,8 @@ class ElasticJob:
         self._look_at_hosts()
 
     def on_init(self, event: InitStarted | InitDone | InitFailed) -> None:
-        if not self._decides():
+        # What an ended worker has left running may call hvd.init(), too.
+        if not self._decides() or event.worker not in self._workers:
             return
         match event:
             case InitStarted():
@@ -283,8 +284,10 @@ class ElasticJob:
         # For observers, too, which count faults and lost hosts. A host on which workers run or ran keeps them: what
         # cannot be started now is one worker in its slot. One that has never had any cannot start the command.
         host = self._hosts.label_here() if refused.host is None else refused.host
-        if refused.worker is None or not self._hosts.has_run_worker(host):
+        if refused.worker is None:
             self._post(Lost(host, refused.why))
+        elif not self._hosts.has_run_worker(host):
+            self._give_up([CutOff(host, refused.why)])
         elif refused.worker in self._workers:
             self._workers[refused.worker].why_refused = refused.why
             self._post(Exited(refused.worker, refused.exit_code))

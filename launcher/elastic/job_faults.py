@@ -121,7 +121,8 @@ class JobFaults(Observer):
                 code = event.returncode
                 self._ends([event.worker], f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}")
             case Lost():
-                self._ends(self._roster.on_host(event.host), f"lost with {event.host}")
+                there = self._ending.running.intersection(self._roster.on_host(event.host))
+                self._ends(there, f"lost with {event.host}")
             case _:
                 pass
 

@@ -64,6 +64,11 @@ def worker_faults(text: str) -> list[WorkerFault]:
     return [WorkerFault(kind, point, int(step)) for kind, point, step in parts]
 
 
+def ask_key(worker: int) -> bytes:
+    """Returns the key by which a worker asks: its value has the question's number, the fault's index and the step."""
+    return ASKS + b"%d" % worker
+
+
 def answer_key(worker: int, number: int) -> bytes:
     """Returns the key of the answer to a worker's question with this number, from 0."""
     return b"chaos/answer/%d/%d" % (worker, number)

@@ -115,7 +115,7 @@ class Supervisor:
             yield observer.time_left_s(), observer.time_passes
 
     def _on(self, event: Event) -> None:  # noqa: PLR0912, PLR0915  # one place for the reaction to each event
-        if isinstance(event, OfWorker) and event.worker not in self._roster:
+        if isinstance(event, OfWorker | Unresponsive) and event.worker not in self._roster:
             # In an elastic job it has ended, or its agent was hung up on. What it has left running may still write.
             if isinstance(event, Output):
                 self._screen.show(event)

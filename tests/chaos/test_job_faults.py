@@ -29,6 +29,7 @@ from hvdlite_launcher.wire.messages import (
 from hvdlite_launcher.workers.ending import Ending
 from hvdlite_launcher.workers.roster import Roster
 from hvdlite_wire.assignments import NewWorkerPolicy
+from hvdlite_wire.fault_points import ask_key
 
 TIME_PASSES = object()
 
@@ -220,6 +221,12 @@ def test_a_host_or_the_others_go_by_a_cut_link(left, end):
     assert record.end == end
 
 
+def test_a_worker_that_has_ended_before_its_host_is_lost_keeps_its_own_end():
+    fault, asked = "kill@vote:worker=2:step=7", FaultAsked(2, 0, 0, 7)
+    played = Played([fault], *begins(a=2, b=2), asked, killed(2), Lost("b", "the link is cut"))
+    assert [record.end for record in played.report.records] == ["killed by SIGKILL"]
+
+
 def test_a_fault_that_never_came_is_said_so_with_the_reason():
     played = Played([KILL_1, "kill@vote:worker=9:step=1"], *begins(a=2))
     assert played.report.never == [
@@ -238,6 +245,6 @@ def test_what_nobody_was_given_is_not_answered(asked):
 
 @pytest.mark.parametrize("value", [b"", b"1 2", b"1 2 x", b"1 2 3 4", b"1 2 -3", b"1 2 9999999999"])
 def test_a_question_that_is_none_is_ignored(value):
-    assert asked_fault(b"chaos/ask/1", value) is None
-    assert asked_fault(b"chaos/ask/1", b"1 2 3") == FaultAsked(1, 1, 2, 3)
+    assert asked_fault(ask_key(1), value) is None
+    assert asked_fault(ask_key(1), b"1 2 3") == FaultAsked(1, 1, 2, 3)
     assert asked_fault(b"chaos/ask/x", b"1 2 3") is None

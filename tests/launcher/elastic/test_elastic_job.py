@@ -32,6 +32,7 @@ from hvdlite_launcher.wire.messages import (
     Refused,
     ScreenFailed,
     Started,
+    Unresponsive,
 )
 from hvdlite_launcher.workers.ending import FAILURE_GRACE_S, Ending
 from hvdlite_launcher.workers.roster import Roster
@@ -585,6 +586,27 @@ def test_output_that_cannot_be_written_ends_the_job():
 def test_what_a_process_writes_that_an_ended_worker_has_left_is_shown():
     played = Played(*begins(a=2), KILLED_1, *asks(0, after=1), Output(1, "stdout", b"late"))
     assert played.shown == [b"late"]
+
+
+def test_what_a_killed_worker_has_left_running_may_call_init_and_is_not_asked_whether_it_responds():
+    played = Played(*begins(a=2), KILLED_1, *asks(1, after=1), *asks(0, after=1), hang_timeout_s=30)
+    assert played.store.get(b"ping/1/0") is None
+    assert played.answer(0, 1) == RankAssignment(2, 0, 1, 0)
+
+
+def test_a_worker_that_does_not_respond_may_have_ended_before_that_is_told():
+    played = Played(*begins(a=2), KILLED_1, *asks(0, after=1), Unresponsive(1, 23.0), *asks(2))
+    assert played.ending.running == {0, 2}
+
+
+def test_a_host_on_which_no_worker_can_be_started_is_lost_once():
+    def refuse_both(job):
+        for worker in (1, 2):
+            job.job.on_refused(Refused("python: command not found", 127, "b", worker=worker))
+
+    played = Played(*begins(a=1), found(a=1, b=2), answers("b"), refuse_both)
+    assert [event for event in played.observed if isinstance(event, Lost)] == [Lost("b", "python: command not found")]
+    assert played.left == ["b"]
 
 
 def test_a_host_that_is_given_up_may_still_report_on_its_workers():
