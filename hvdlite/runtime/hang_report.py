@@ -138,13 +138,17 @@ class HangReporter:
         own: dict[str, Any] = {"worker": self._worker}
         if in_full:
             own |= {"libraries": tuple(own_prefixes()), "threads": stacks_of_threads()}
-        try:
-            answer = encode(replace(self._describe(in_full), **own))
-            decode(OwnStatus, answer)  # as the agent will
-        # Neither the thread nor hvd.shutdown() may end by it, and the stacks are worth more than no answer.
-        except Exception as error:  # noqa: BLE001
-            answer = encode(OwnStatus(**own, error=f"{type(error).__name__}: {error}"))
-        return answer
+        for _ in range(2):
+            try:
+                answer = encode(replace(self._describe(in_full), **own))
+                decode(OwnStatus, answer)  # as the agent will
+            # Neither the thread nor hvd.shutdown() may end by it, and the stacks are worth more than no answer.
+            except Exception as error:  # noqa: BLE001
+                # The second time without optimizers, which other threads change meanwhile.
+                own |= {"optimizers": (), "error": f"{type(error).__name__}: {error}"}
+            else:
+                return answer
+        return encode(OwnStatus(**own))
 
     def _look(self) -> None:
         limit_s, waited_s = self._warn_after_s, self._waited_s()

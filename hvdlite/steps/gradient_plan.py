@@ -111,7 +111,7 @@ class GradientPlan:
             # Those of the step before have all been sent.
             return StepStatus(trace.optimizer, trace.step, phase.value, buckets, 0, ())
         missing = () if not waiting else tuple(waiting[0].missing_names())
-        return StepStatus(trace.optimizer, trace.step, phase.value, buckets, buckets - len(waiting), missing)
+        return StepStatus(trace.optimizer, trace.step, phase.value, buckets, max(0, buckets - len(waiting)), missing)
 
     @property
     def has_passes(self) -> bool:

@@ -1,4 +1,4 @@
-"""Finds out all that can be known of the workers of one host, for a report on a job that stands still.
+"""Only for reports, in a forked child: asks a host's workers for their stacks, or signals them; describes processes.
 
     status_collector ── forks ── collect: asks each worker's process, or signals it ──► WorkerStatus of each
 
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlite_wire.codec import decode
 from hvdlite_wire.errors import MessageError
-from hvdlite_wire.job_contract import STACKS_SIGNAL, note_file, report_socket
+from hvdlite_wire.job_contract import STACKS_SIGNAL, note_file, report_socket, stacks_file
 from hvdlite_wire.worker_status import Frame, OwnStatus, Process, Source, Thread, WorkerStatus
 
 if TYPE_CHECKING:
@@ -42,7 +42,10 @@ _FRAME = re.compile(r'  File "(.*)", line ([0-9]{1,9}|\?\?\?) in (.*)')
 
 
 class Questions:
-    """Questions to processes that have called hvd.init(), each on a connection of its own; no call blocks."""
+    """Questions to processes that have called hvd.init(), each on a connection of its own; no call blocks.
+
+    `status_collector` asks with it in the agent, too.
+    """
 
     def __init__(
         self,
@@ -90,6 +93,8 @@ class Questions:
             self._close(pid)
 
     def _read(self, pid: int, connection: socket.socket, answer: bytearray) -> None:
+        if self.open.get(pid) is not connection:  # it was closed after this round's `select`
+            return
         try:
             data = connection.recv(_READ_BYTES)
         except OSError:
@@ -125,24 +130,28 @@ class _AskedWorker:
     """A process of a worker that can be asked; ``stacks_from`` is the size of its file of stacks before the signal."""
 
     pid: int
-    path: str
+    job_dir: str
     stacks_from: int = 0
+
+    @property
+    def stacks(self) -> str:
+        return stacks_file(self.job_dir, self.pid)
 
 
 def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, WorkerStatus]:
     """Returns what can be found out about each of the workers, given as pids by their numbers, within two seconds."""
     processes = _processes_of_all(workers)
-    can_answer = _outermost(processes, job_dir, "")
+    can_answer = _outermost(processes, job_dir, report_socket)
     answers = _answers_of(can_answer.values())
     # Those that have imported torch, and not called hvd.init().
-    asked = {**_outermost(processes, job_dir, ".stacks"), **can_answer}
+    asked = {**_outermost(processes, job_dir, stacks_file), **can_answer}
     states = {each.pid: each.state for found in processes.values() for each in found}
     silent = [each for each in asked.values() if each.pid not in answers and states[each.pid] not in _RUN_NO_HANDLER]
     _have_stacks_written(silent)
     load = round(os.getloadavg()[0], 2)
     found: dict[int, WorkerStatus] = {}
     for worker, pid in workers.items():
-        one = asked.get(worker, _AskedWorker(pid, ""))
+        one = asked.get(worker, _AskedWorker(pid, job_dir))
         own = answers.get(one.pid)
         found[worker] = status_of(
             worker,
@@ -158,13 +167,15 @@ def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, WorkerStatus]
     return found
 
 
-def _outermost(processes: Mapping[int, Sequence[Process]], job_dir: str, suffix: str) -> dict[int, _AskedWorker]:
-    """Returns the outermost process of each worker that has a file with this suffix in the job's directory."""
+def _outermost(
+    processes: Mapping[int, Sequence[Process]], job_dir: str, file_of: Callable[[str, int], str]
+) -> dict[int, _AskedWorker]:
+    """Returns the outermost process of each worker that has such a file in the job's directory."""
     return {
-        worker: _AskedWorker(each.pid, path)
+        worker: _AskedWorker(each.pid, job_dir)
         for worker, found in processes.items()
         for each in found[::-1]  # the outermost is the last to be set
-        if os.path.exists((path := report_socket(job_dir, each.pid)) + suffix)
+        if os.path.exists(file_of(job_dir, each.pid))
     }
 
 
@@ -214,7 +225,7 @@ def _answers_of(asked: Collection[_AskedWorker]) -> dict[int, OwnStatus]:
     with selectors.DefaultSelector() as selector:
         questions = Questions(b"report", selector, note, _MOST_BYTES)
         for each in asked:
-            questions.ask(each.pid, each.path)
+            questions.ask(each.pid, report_socket(each.job_dir, each.pid))
         until = time.monotonic() + _ANSWERS_WITHIN_S
         while questions.open and (left_s := until - time.monotonic()) > 0:
             for key, _ in selector.select(left_s):
@@ -228,7 +239,7 @@ def _have_stacks_written(asked: list[_AskedWorker]) -> None:
     waiting = []
     for each in asked:
         with contextlib.suppress(OSError):
-            each.stacks_from = os.path.getsize(f"{each.path}.stacks")
+            each.stacks_from = os.path.getsize(each.stacks)
             if _handles_the_signal(each.pid):
                 os.kill(each.pid, STACKS_SIGNAL)
                 waiting.append(each)
@@ -246,7 +257,7 @@ def _have_stacks_written(asked: list[_AskedWorker]) -> None:
 def _size_of_stacks(asked: _AskedWorker) -> int:
     """Returns the size of the process' file of stacks; -1 if it was removed meanwhile."""
     try:
-        return os.path.getsize(f"{asked.path}.stacks")
+        return os.path.getsize(asked.stacks)
     except OSError:
         return -1
 
@@ -261,13 +272,19 @@ def _handles_the_signal(pid: int) -> bool:
 def _stacks(asked: _AskedWorker) -> dict[str, Any]:
     """Returns what the process has written of its threads, as fields of `WorkerStatus`; none if it has not."""
     try:
-        with open(f"{asked.path}.stacks", errors="replace") as file:
-            libraries = file.readline()
-            file.seek(max(asked.stacks_from, len(libraries.encode())))
+        with open(asked.stacks, "rb") as file:
+            libraries = file.readline(_READ_BYTES)
+            # Of very many threads the last are kept, one of which is the main thread.
+            file.seek(max(asked.stacks_from, len(libraries), os.fstat(file.fileno()).st_size - _MOST_BYTES))
             written = file.read(_MOST_BYTES)
     except OSError:
         return {}
-    return read_stacks(libraries, written) if written else {}
+    return read_stacks(_as_ascii(libraries), _as_ascii(written)) if written else {}
+
+
+def _as_ascii(written: bytes) -> str:
+    """Returns the text; of other bytes, which faulthandler does not write, JSON might have six times as many."""
+    return re.sub(rb"[^\n -~]", b"?", written).decode("ascii")
 
 
 def read_stacks(first: str, written: str) -> dict[str, Any]:

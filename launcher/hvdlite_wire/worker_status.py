@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 from .codec import Between
 from .field_types import Address, WorkerNumber
 
-_MOST = 1000
+_MOST, _MOST_OF_NAME = 1000, 200
 _MOST_OPTIMIZERS = 100
 
 Anything = TypeVar("Anything")
@@ -29,6 +29,10 @@ Anything = TypeVar("Anything")
 def _shown(text: str) -> str:
     # Nothing of what a program has named may control the terminal.
     return "".join(each if each.isprintable() else "?" for each in text[:_MOST])
+
+
+def _named(text: str) -> str:
+    return _shown(text[:_MOST_OF_NAME])
 
 
 def _first(items: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -40,6 +44,7 @@ def _few(steps: Mapping[str, int]) -> Mapping[str, int]:
 
 
 Shown = Annotated[str, _shown]
+Name = Annotated[str, _named]
 Several = Annotated[tuple[Anything, ...], _first]
 Amount = Annotated[int, Between(0, 1 << 60)]
 Duration = Annotated[float, Between(0, 1e12)]
@@ -109,7 +114,7 @@ class Pace:
 
     rank: WorkerNumber
     cost: Part
-    phase: Shown | None
+    phase: Name | None
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,7 @@ class OwnStatus:
     """
 
     worker: WorkerNumber = 0
-    steps: Annotated[Mapping[Shown, Amount], _few] = field(default_factory=dict)
+    steps: Annotated[Mapping[Name, Amount], _few] = field(default_factory=dict)
     samples: Amount | None = None
     paces: Several[Pace] | None = None
     waits: Several[Wait] = ()

@@ -47,6 +47,8 @@ class JsonLog(OutputRecord):
 
     def output(self, output: Output, rank: int | None) -> str | None:
         """Writes the lines that this output completes."""
+        if self._fd is None:
+            return None
         whose = output.worker, output.stream
         data = self._rest.pop(whose, b"") + output.data
         *lines, rest = data.split(b"\n")

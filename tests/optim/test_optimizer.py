@@ -942,3 +942,15 @@ def test_before_the_first_gradient_of_a_step_a_report_counts_no_bucket_as_sent()
 
     # The first step opens the engine, and sends nothing before.
     assert run_ranks(2, rank) == [[0, 0, 0, 1]] * 2
+
+
+def test_a_report_that_reads_more_buckets_than_there_were_a_moment_before_counts_none_as_sent():
+    def rank(group: Group) -> tuple[int, int]:
+        optimizer = wrap(group, [param := weight()])
+        param.sum().backward()
+        plan = optimizer._reducer.step.plan
+        plan.queue.not_sent = lambda: [*plan.layout.buckets] * 2
+        told = plan.progress()
+        return told.buckets, told.sent
+
+    assert run_ranks(2, rank) == [(1, 0)] * 2

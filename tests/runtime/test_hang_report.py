@@ -14,7 +14,7 @@ import pytest
 import torch
 from hvdlite_wire.codec import decode
 from hvdlite_wire.store_requests import StoreRequest
-from hvdlite_wire.worker_status import OwnStatus
+from hvdlite_wire.worker_status import OwnStatus, StepStatus
 
 from hvdlite.runtime import hang_report, world
 from hvdlite.runtime.hang_report import HangReporter
@@ -134,6 +134,17 @@ def test_what_cannot_be_told_is_told_as_an_error_and_ends_neither_the_thread_nor
         assert not os.path.exists("worker.3.progress")
     finally:
         reporter.close()
+
+
+def test_an_optimizer_that_cannot_be_told_of_leaves_the_rest_of_the_report():
+    wrong = StepStatus("optimizer 1", 4, "collecting", 2, -1)
+    reporter = Reporter(lambda _: OwnStatus(steps={"optimizer 1": 4}, optimizers=(wrong,), addresses=("10.0.0.1",)))
+    try:
+        in_full = decode(OwnStatus, reporter.ask(b"report"))
+    finally:
+        reporter.close()
+    assert (in_full.steps, in_full.optimizers, in_full.addresses) == ({"optimizer 1": 4}, (), ("10.0.0.1",))
+    assert "Error: " in in_full.error
 
 
 def test_samples_that_are_counted_by_a_tensor_are_told_as_a_number(monkeypatch):

@@ -15,7 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 from hvdlite_launcher.host import collect as collecting
-from hvdlite_launcher.host.collect import collect, read_stacks
+from hvdlite_launcher.host.collect import collect, read_stacks, status_of
+from hvdlite_launcher.wire.agent_frames import FROM_AGENT, Decoder
+from hvdlite_launcher.wire.agent_frames import encode as frame_of
+from hvdlite_launcher.wire.messages import StatusTold
 from hvdlite_wire.codec import encode
 from hvdlite_wire.worker_status import Frame, OwnStatus, Source, Thread
 
@@ -232,6 +235,25 @@ def test_stacks_that_were_written_on_a_signal_are_read_with_the_main_thread_last
     work = Thread("thread 0x00007f01", False, (Frame("t.py", 3, "work"), Frame("/lib/threading.py", 10, "wait")))
     main = (Frame("t.py", 13, "<module>"), Frame("t.py", 0, "load"), Frame("/lib/re.py", 166, "match"))
     assert stacks["threads"] == (work, Thread("thread 0x00007f02", True, main))
+
+
+def test_of_very_many_threads_those_are_read_that_are_written_last(directory):
+    thread = "Thread 0x1 (most recent call first):\n" + '  File "/lib/threading.py", line 10 in wait\n' * 100
+    main = 'Thread 0x2 (most recent call first):\n  File "t.py", line 13 in <module>\n'
+    (directory / "r1.stacks").write_text('{"libraries": ["/lib/"]}\n' + thread * 100 + main)
+    found = collecting._stacks(collecting._AskedWorker(1, str(directory)))
+    assert found["threads"][-1] == Thread("thread 0x2", True, (Frame("t.py", 13, "<module>"),))
+    assert found["libraries"] == ("/lib/",)
+
+
+@pytest.mark.parametrize("letter", [b"\xff", "é".encode(), b"\\"])
+def test_whatever_is_in_a_file_of_stacks_the_launcher_can_read_what_is_told(directory, letter):
+    line = b'  File "%s", line 1 in f\n' % (letter * 100)
+    thread = b"Thread 0x1 (most recent call first):\n" + line * 1000
+    (directory / "r1.stacks").write_bytes(b'{"libraries": []}\n' + thread * 10)
+    found = collecting._stacks(collecting._AskedWorker(1, str(directory)))
+    (told,) = Decoder(FROM_AGENT).feed(frame_of(StatusTold(0, 1, True, status_of(0, None, **found))))
+    assert len(told.status.threads[-1].frames) == 1000
 
 
 @pytest.mark.parametrize("first", ["", "{", "[]", "7", '{"libraries": 7}', '{"libraries": [7, ""]}', "[" * 100_000])

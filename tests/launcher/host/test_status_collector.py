@@ -14,7 +14,7 @@ from hvdlite_launcher.host.status_collector import StatusCollector
 from hvdlite_launcher.wire.agent_frames import Decoder, encode
 from hvdlite_launcher.wire.messages import AskStatus, StatusTold
 from hvdlite_wire.codec import encode as encoded
-from hvdlite_wire.worker_status import OwnStatus, Source
+from hvdlite_wire.worker_status import OwnStatus, Pace, Source
 from hypothesis import given
 from hypothesis import strategies as st
 from no_files import no_files_left
@@ -95,6 +95,28 @@ def test_one_that_is_silent_is_told_of_with_the_next_question(host):
     # Also once so many questions wait that it takes no more: the last is told of at once.
     assert len(host.told) == 39
     assert all(found.can_answer for found in host.found().values())
+
+
+def test_an_answer_that_comes_with_the_next_question_leaves_the_new_connection_open(host):
+    host.listen(os.getpid())
+    host.take(1, w0=os.getpid())
+    with host.listeners[os.getpid()].accept()[0] as connection:
+        connection.sendall(encoded(OwnStatus(0)))
+    ready = host.selector.select(60)
+    host.take(2, w0=os.getpid())  # it came first in the same round
+    for key, _ in ready:
+        key.data()
+    host.answer(os.getpid(), 0)
+    assert host.found()[0, 2].source is Source.ANSWER
+
+
+def test_long_names_of_optimizers_and_phases_are_cut(host):
+    host.listen(os.getpid())
+    host.take(1, w0=os.getpid())
+    host.answer(os.getpid(), 0, steps={"n" * 1000: 3}, paces=(Pace(0, 0.5, "p" * 1000),))
+    found = host.found()[0, 1]
+    assert found.steps == {"n" * 200: 3}
+    assert found.paces == (Pace(0, 0.5, "p" * 200),)
 
 
 def test_one_that_has_left_its_note_and_does_not_answer_is_ending(host):

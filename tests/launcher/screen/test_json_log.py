@@ -6,6 +6,7 @@ import os
 
 import pytest
 from hvdlite_launcher.errors import UsageError
+from hvdlite_launcher.screen import json_log
 from hvdlite_launcher.screen.json_log import JsonLog, LogEvents
 from hvdlite_launcher.wire.messages import Exited, InitDone, Interrupted, Lost, Output, Started
 from hvdlite_launcher.workers.roster import Roster
@@ -82,6 +83,13 @@ def test_a_disk_that_is_full_is_told_once_and_the_log_ends():
     assert told.startswith("--log-json /dev/full: cannot be written any more: no space")
     assert told.endswith(". The job goes on without it")
     assert log.event("say", text="two") is None
+
+
+def test_after_a_failure_nothing_that_workers_write_is_looked_at(monkeypatch):
+    log = JsonLog("/dev/full")
+    assert log.output(Output(0, "stdout", b"one\n"), 0) is not None
+    monkeypatch.setattr(json_log, "_last_state", None)
+    assert log.output(Output(0, "stdout", b"two\n"), 0) is None
 
 
 def test_a_disk_that_is_full_at_the_end_of_a_worker_is_told_too():
