@@ -155,7 +155,7 @@ class StatelessStep:
 
     @property
     def is_replaced(self) -> bool:
-        """No optimizer goes on in a new world with the steps of the old one."""
+        """Always False: such a step never goes on in a new world."""
         return False
 
     def why_no_join(self) -> str:

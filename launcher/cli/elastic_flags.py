@@ -60,7 +60,7 @@ Flags of a job whose ranks may change while it runs, and of one that starts anew
 """
 
 _OF_RESTART, _OF_NONE = "restart", "stop"
-_ELASTIC_ANSWERS = tuple(name for name, policy in ON_FAILURE.items() if policy.goes_on)
+_ELASTIC_ANSWERS = tuple(name for name, answer in ON_FAILURE.items() if answer.goes_on)
 _ANSWERS = (*_ELASTIC_ANSWERS, _OF_RESTART, _OF_NONE)
 _ELASTIC_TIMEOUT_S = 600.0
 _HANG_TIMEOUT_S = 30.0

@@ -123,7 +123,7 @@ class Agent:
         self._groups: list[int] = []  # without ``adopts``: the workers' process groups that may have processes
         self._stdins: dict[int, WorkerStdin] = {}  # by the worker's number
         self._job: HostJob | None = None
-        self._has_refused = False  # the job, of which the launcher was told why
+        self._has_refused = False
         self._parent = os.getppid()
 
     def run(self) -> None:
@@ -219,7 +219,6 @@ class Agent:
     def _prepare(self, spec: StartJob) -> None:
         if self._job is not None or self._has_refused or self._greeting is None:
             raise ProtocolError("the launcher sent StartJob before Greet, or twice")
-        self._has_refused = True
         directory = "the directory for temporary files"
         try:
             interface = _interface_for(self._greeting.interface, spec.peers)
@@ -234,13 +233,16 @@ class Agent:
         except OSError as error:
             why = in_words(OSError(error.errno, "")) or error.strerror or str(error)
             what = f"cannot create the job's directory in {directory}, and a socket in it"
-            self._channel.send(Refused(f"{what}: {why}", 1))
-            return
+            self._refuse(f"{what}: {why}")
         except LauncherError as error:
-            self._channel.send(Refused(str(error), 1))
-            return
-        self._has_refused = False
-        self._start(spec.workers)
+            self._refuse(str(error))
+        else:
+            self._start(spec.workers)
+
+    def _refuse(self, why: str) -> None:
+        """Tells why there is no job on this host."""
+        self._has_refused = True
+        self._channel.send(Refused(why, 1))
 
     def _start(self, workers: Mapping[int, Mapping[str, str]]) -> None:
         """Starts workers of the job; if one cannot be started, says why and starts no more of them."""

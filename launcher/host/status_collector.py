@@ -1,4 +1,4 @@
-"""`StatusCollector`: finds out what the workers of one host do, when the launcher asks.
+"""`StatusCollector`: answers AskStatus in the agent: brief (watch, metrics) itself, in full by forking `collect`.
 
     AskStatus ──► StatusCollector ── "brief" ──► <job's directory>/r<pid>, of each process that has called hvd.init()
                                   └─ in full: forks ── collect

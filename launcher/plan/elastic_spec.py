@@ -3,8 +3,8 @@
 `cli.elastic_flags` makes them for a `JobSpec`; `elastic.membership` follows the policy, `elastic.discovery` runs the
 script.
 
-After a failure an elastic job does what its `OnFailure` says. A new policy is a class derived from it, and an entry of
-`ON_FAILURE`.
+After a failure an elastic job does what its `OnFailure` says. A new answer to a failure is a class derived from it, and
+an entry of `ON_FAILURE`. The limits on the number of ranks are applied in `elastic.membership`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Action = TypeVar("Action")
 
 @dataclass(frozen=True)
 class Responses(Generic[Action]):
-    """What a policy can have done about one failure. Each returns the actions that do it."""
+    """What an `OnFailure` can have done about one failure. Each returns the actions that do it."""
 
     end_job: Callable[[], Iterable[Action]]
     bar_host: Callable[[], Iterable[Action]]
@@ -122,7 +122,7 @@ class Stop(OnFailure):
 
 
 ON_FAILURE: dict[str, OnFailure] = {each.name: each for each in (Replace(), Shrink(), Blacklist(), Stop())}
-"""The policies by their names."""
+"""The answers to a failure by their names."""
 
 
 @dataclass(frozen=True)

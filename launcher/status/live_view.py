@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..screen.display import View
 from ..wire.messages import Event, WatchAsked
@@ -34,8 +34,6 @@ _GAP = 2
 _NARROWEST = 12
 # A remark is cut to no less than this, before a column is left out for it.
 _REMARK = 18
-# The columns in the order in which they are left out on narrow terminals.
-_LEAST_IMPORTANT = ("CPU", "memory", "GPU", "samples/s", "steps/s", "step")
 
 EACH_S = 2.0
 """How often the workers are asked, and the view is drawn."""
@@ -116,7 +114,7 @@ class LiveView:
         known = [name for name in _COLUMNS if any(name in row.cells for row in rows)]
         widths = {name: max(width_of(name), *(width_of(row.cells.get(name, "")) for row in rows)) for name in known}
         remark = min(max(width_of(row.remark) for row in rows), _REMARK)
-        for name in _LEAST_IMPORTANT:
+        for name in sorted(_COLUMNS, key=lambda name: _COLUMNS[name].importance):
             if name_width + sum(widths.values()) + _GAP * (len(widths) + bool(remark)) + remark <= columns:
                 break
             widths.pop(name, None)
@@ -188,18 +186,25 @@ def _host_row(view: JobView, host: str) -> _Row:
 
 
 def _rank_row(branch: str, rank: RankStatus) -> _Row:
-    cells = {name: text for name, of in _COLUMNS.items() if (text := of(rank)) is not None}
+    cells = {name: text for name, column in _COLUMNS.items() if (text := column.cell(rank)) is not None}
     style = "bold red" if rank.is_silent else "yellow"
     return _Row(branch, rank.name, "", cells, trouble_of(rank), style)
 
 
-_COLUMNS: Mapping[str, Callable[[RankStatus], str | None]] = {
-    "step": lambda rank: None if rank.step is None else str(rank.step),
-    "steps/s": lambda rank: None if rank.rate is None else in_short(rank.rate),
-    "samples/s": lambda rank: None if rank.sample_rate is None else in_short(rank.sample_rate),
-    "memory": lambda rank: bytes_in_short(rank.memory) if rank.memory else None,
-    "CPU": lambda rank: None if rank.cpu_use is None else f"{rank.cpu_use:.0%}",
-    "GPU": lambda rank: None if rank.gpu_use is None else f"{rank.gpu_use:.0%}",
+class _Column(NamedTuple):
+    """``importance``: the columns with the lowest are left out first on narrow terminals."""
+
+    importance: int
+    cell: Callable[[RankStatus], str | None]
+
+
+_COLUMNS: Mapping[str, _Column] = {
+    "step": _Column(6, lambda rank: None if rank.step is None else str(rank.step)),
+    "steps/s": _Column(5, lambda rank: None if rank.rate is None else in_short(rank.rate)),
+    "samples/s": _Column(4, lambda rank: None if rank.sample_rate is None else in_short(rank.sample_rate)),
+    "memory": _Column(2, lambda rank: bytes_in_short(rank.memory) if rank.memory else None),
+    "CPU": _Column(1, lambda rank: None if rank.cpu_use is None else f"{rank.cpu_use:.0%}"),
+    "GPU": _Column(3, lambda rank: None if rank.gpu_use is None else f"{rank.gpu_use:.0%}"),
 }
 
 
