@@ -26,13 +26,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import ref
 
 from hvdlite_wire.worker_status import StepStatus
+from torch import Tensor
 
 from ..comm.group import Group
 from ..comm.recorder import Recorder
@@ -109,11 +110,23 @@ class ReducerRegistry:
         # gradients that a GAN's generator step leaves in the discriminator. A few suffice: gradients do not stay
         # pending for long.
         self.stepped_backwards: deque[int] = deque(maxlen=64)
+        # The averaged gradients of parameters that have left their optimizer's groups, by the parameter's `id`.
+        self._averaged: dict[int, ref[Tensor]] = {}
+
+    def note_averaged(self, params: Iterable[Tensor]) -> None:
+        """Notes that these parameters have left their optimizer's groups, with the averages that it has made."""
+        kept = {own: grad for own, grad in self._averaged.items() if grad() is not None}
+        self._averaged = kept | {id(param): ref(param.grad) for param in params if param.grad is not None}
+
+    def has_averaged(self, param: Tensor) -> bool:
+        """Whether the parameter's gradient is such an average."""
+        averaged = self._averaged.get(id(param))
+        return averaged is not None and param.grad is not None and averaged() is param.grad
 
     def of(self, group: Group) -> Reducers:
         """Returns the reducers of this group."""
         with self._adding:
-            return self._groups.setdefault(group.label, Reducers(group))
+            return self._groups.setdefault(group.label, Reducers(group.size))
 
     def open_later(self, opening: Opens) -> None:
         """Has the engine opened when that of any optimizer is first needed; never blocks."""
@@ -167,10 +180,9 @@ class ReducerRegistry:
 class Reducers:
     """The reducers of one group."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, size: int) -> None:
         # Guards the making of a reducer: its number follows from the order of these calls alone.
-        self.making = OneThread(group.size)
+        self.making = OneThread(size)
         self._entering = threading.Lock()
         self._claimed: set[int] = set()
         # Replaced as a whole at each change: `pin` reads it on another thread without the lock.

@@ -66,7 +66,7 @@ class Callers:
             unreported = {ticket for ticket, _ in self._blocked.values()} - self._reported
             self._reported |= unreported
         for ticket in unreported:
-            self._connection.send(WaitsIn(ticket, self._watch.begun.copy()))
+            self._connection.say(WaitsIn(ticket, self._watch.begun.copy()))
 
     def report_again(self) -> None:
         """Forgets what has been reported, so that the next `look` reports every blocked operation again."""

@@ -71,7 +71,7 @@ class Requests:
         self._voter = Voter(
             board,
             self._lock,
-            close_round=lambda number: self._connection.send(CloseRound(number)),
+            close_round=lambda number: self._connection.say(CloseRound(number)),
             decide_round=decide_round,
             is_over=lambda: self._connection.end_reason is not None,
         )
@@ -122,9 +122,10 @@ class Requests:
                 "that is currently being processed.  If you want to request another tensor, use a different "
                 f"tensor name. ({handle.what})"
             )
+        request = Request(handle, operation.run, self._operation_groups[set_id], name)
         if name is not None:
             self._names.add(name)
-        self._by_ticket[int(handle)] = Request(handle, operation.run, self._operation_groups[set_id], name)
+        self._by_ticket[int(handle)] = request
 
     def _is_held(self, say: Callable[[], None]) -> bool:
         return self._voter is not None and self._voter.hold(say)

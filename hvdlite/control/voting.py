@@ -58,7 +58,7 @@ class Voter:
         board: Board,
         lock: threading.Lock,
         *,
-        close_round: Callable[[int], None],
+        close_round: Callable[[int], object],
         decide_round: Callable[[int, OperationRequest], None] | None,
         is_over: Callable[[], bool],
     ) -> None:

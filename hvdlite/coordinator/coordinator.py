@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 from hvdlite_wire.errors import MessageError
@@ -134,8 +135,8 @@ class Coordinator:
                 return
             go = negotiation.is_settled and board.are_votes_equal()
             if go:
-                ask.members = self._all
-                negotiation.begin_voted(ask, time.monotonic())
+                # It is kept until all ranks report its end: without the arguments, which may be large.
+                negotiation.begin_voted(replace(ask, members=self._all, same={}, own=None), time.monotonic())
             board.decide(go=go)
 
     def _close_round(self, number: int) -> None:

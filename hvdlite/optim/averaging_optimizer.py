@@ -244,7 +244,6 @@ class AveragingOptimizer(HorovodsAttributes):
         )
         # The user drops their gradients, and nothing is pending.
         self._reducer.step.plan.weights.drop()
-        self._groups.let_go()
         self._optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -320,6 +319,7 @@ class AveragingOptimizer(HorovodsAttributes):
         def average_after() -> float:
             nonlocal loss
             loss = closure()
+            self._groups.follow()
             self._average()
             if self._reducer.state.is_discarded:
                 raise _DiscardedError
@@ -439,7 +439,7 @@ class AveragingOptimizer(HorovodsAttributes):
         self._optimizer.add_param_group(param_group)
         try:
             self._groups.follow()
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, GradientError):
             self._optimizer.param_groups.pop()
             raise
         self._reducer.connect()

@@ -8,7 +8,7 @@ Programs change the groups themselves, as in densification, and every rank must 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import chain
 from operator import is_
 
@@ -50,13 +50,15 @@ class FollowedGroups:
     def follow(self) -> None:
         """Averages what has come to the groups.
 
-        Call it only where all ranks come, and never where a step begins: a rank without a backward pass begins it in
-        ``step()``, and would find in one change, and send in one bucket, what another has found in two.
+        Call it only where all ranks come, and never where a step begins, or gradients are dropped: a rank without a
+        backward pass comes first to ``step()``, and would find in one change, and send in one bucket, what another has
+        found in two. Raises GradientError if another optimizer averages the gradient of a new parameter in this step.
         """
         if self._is_followed(self._members()):
             return
         new = check_trained(names_of_new(self._optimizer, self.named))
         if new:
+            self._reducer.require_own_gradients(new)
             self.named = [*self.named, *new]
             self._reducer.add_params(new, are_new=True)
 
@@ -72,9 +74,20 @@ class FollowedGroups:
         self.follow()
         if gone := self.gone():
             self._reducer.drop_params(gone)
-            self.named = [(name, param) for name, param in self.named if name not in gone]
-            self.shared = [[name for name in names if name not in gone] for names in self.shared]
+            self.named, self.shared = self._without(gone)
         self._followed = members
+
+    def _without(self, gone: Container[str]) -> tuple[list[tuple[str, Tensor]], list[list[str]]]:
+        named = [(name, param) for name, param in self.named if name not in gone]
+        return named, [[name for name in names if name not in gone] for names in self.shared]
+
+    def for_copy(self) -> tuple[list[tuple[str, Tensor]], list[list[str]]]:
+        """Returns the named parameters, and the names that share a bucket, of a copy, which has what is in the groups.
+
+        It changes nothing here: a single rank may copy its optimizer.
+        """
+        named, shared = self._without(self.gone())
+        return [*named, *check_trained(names_of_new(self._optimizer, self.named))], shared
 
     def gone(self) -> set[str]:
         """Returns the names of averaged parameters that are no longer in the groups, until the end of the step."""

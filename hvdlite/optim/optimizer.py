@@ -211,13 +211,13 @@ class DistributedOptimizer(AveragingOptimizer):
             raise TypeError(
                 "a DistributedOptimizer with a process_set of its own cannot be pickled: pickle state_dict()"
             )
-        self._groups.follow()
+        named, shared = self._groups.for_copy()
         gone = self._groups.gone()
         place_of = {param: place for place, param in enumerate(_params_of(self._optimizer))}
         return {
             "optimizer": self._optimizer,
-            "named_places": [(name, place_of[param]) for name, param in self._groups.named if param in place_of],
-            "groups": [[name for name in group if name not in gone] for group in self._groups.shared],
+            "named_places": [(name, place_of[param]) for name, param in named],
+            "groups": shared,
             "settings": self._reducer.settings,
             "compression": self._given_compression,
             "backward_passes_per_step": self._reducer.state.passes_per_step,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol
 
 from hvdlite_wire.worker_status import StepStatus
@@ -162,8 +161,12 @@ class OwnEngine:
             self._group, self.links = opened.group, opened.links
             self._user.opened(opened.cap_bytes)
         if self._uncompared:
-            # As one, since ranks may have found the changes at other points.
-            description = list(chain.from_iterable(self._uncompared))
+            # With the change in which each was found: what is found together may be sent together.
+            description = [
+                (name, f"{words}, found in change {number} of the groups before this step" if number > 1 else words)
+                for number, change in enumerate(self._uncompared, 1)
+                for name, words in change
+            ]
             self._uncompared.clear()
             what = "comparing the models, since optimizer.param_groups has changed"
             raise_difference(self.ranks, compare(self.ranks, description, what))

@@ -61,10 +61,14 @@ class ParamHooks:
 def take_over(params: Iterable[Tensor]) -> None:
     """Closes any earlier listener to these parameters, since gradients averaged twice would be too small."""
     for param in params:
-        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-            earlier = getattr(hook, "__self__", None)
-            if isinstance(earlier, GradientListener):
-                earlier.close()
+        for earlier in listeners_of(param):
+            earlier.close()
+
+
+def listeners_of(param: Tensor) -> list[GradientListener]:
+    """Returns what listens to the parameter: at most one, unless an earlier one is about to be closed."""
+    bound = [getattr(hook, "__self__", None) for hook in (param._post_accumulate_grad_hooks or {}).values()]
+    return [each for each in bound if isinstance(each, GradientListener)]
 
 
 def listen(param: Tensor, on_gradient: object) -> RemovableHandle:

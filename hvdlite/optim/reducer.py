@@ -39,7 +39,7 @@ from ..steps.step_state import UNDER_WAY, StepPhase, StepState
 from ..steps.step_world import Added, Buffers, CarriedOver, first_gpu
 from .opening import EnginePlan
 from .own_engine import Connection, OwnEngine, step_world
-from .param_hooks import GradientListener, ParamHooks
+from .param_hooks import GradientListener, ParamHooks, listeners_of
 from .surplus import PendingKind, SurplusGradients
 from .tuning import Tuning
 
@@ -183,12 +183,35 @@ class Reducer(GradientListener):
         Raises GradientError with outer steps.
         """
         self.follow_world()
-        before = self.step.plan.added
+        known = {name: param for added in self.step.plan.added for name, param in added.params.items()}
+        dropped = [known[name] for name in names if name in known]
         self.step.drop_params(names)
-        self._hooks.stop(added.params[name] for added in before for name in names if name in added.params)
+        self._hooks.stop(dropped)
+        self._world.reducers.note_averaged(dropped)
         self._world.check.drop(names)
         self.engine.compare_later([(name, "left optimizer.param_groups") for name in sorted(names)])
         self.exchange_state.forget(names)
+
+    def require_own_gradients(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Raises GradientError if another optimizer averages, or has averaged, a gradient of these in this step.
+
+        They have come from that one's groups, and would be averaged twice.
+        """
+        for name, param in named:
+            others = [each for each in listeners_of(param) if isinstance(each, Reducer) and each is not self]
+            if self._world.reducers.has_averaged(param) or any(each.has_gradient_of(param) for each in others):
+                raise GradientError(
+                    f"{name!r} has come to the groups of {self._world.trace.optimizer} from those of another "
+                    "DistributedOptimizer, which averages its gradient in this step: call step() of that one first, "
+                    "and set the gradient to None before the step of this one, which trains it from the next step on"
+                )
+
+    def has_gradient_of(self, param: Tensor) -> bool:
+        """Whether this averages a gradient of the parameter in the current step."""
+        state = self.step.plan.layout.states.get(id(param))
+        if state is None or param.grad is None:
+            return False
+        return self.state.has_ended or (self.state.is_in_step and (state.ready or state.passes > 0))
 
     # -- inside backward
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -274,6 +275,8 @@ def test_a_changed_optimizer_can_be_copied_and_pickled():
     again = pickle.loads(pickle.dumps(copied))
     for each in (copied, again):
         assert [tuple(param.shape) for param in params_of(each)] == [(5,), (3,), (4,)]
+    # Other ranks may not copy it, and all must find the change together.
+    assert [tuple(param.shape) for _, param in optimizer._groups.named] == [(3,), (3,)]
 
 
 @pytest.mark.parametrize("codec", [hvd.Compression.int4, hvd.Compression.topk(0.5), hvd.Compression.powersgd(1, 1)])
@@ -623,6 +626,81 @@ def test_changes_before_and_after_a_pass_of_one_rank_are_followed_alike(late):
         return [param.grad.tolist() for param in params_of(inner) if param.grad is not None]
 
     assert run_ranks(2, rank) == [[[0.5] * 2, [1.0] * 3, [0.5] * 4]] * 2
+
+
+@pytest.mark.parametrize("zeroes", [0, 1])
+def test_only_ranks_with_a_batch_may_drop_gradients_after_a_change(zeroes):
+    def rank(group: Group) -> list[list[float]]:
+        inner = sgd([new(), new()])
+        optimizer = wrap(group, inner)
+        backward(inner, 1.0)
+        optimizer.step()
+        inner.param_groups[0]["params"][0] = new(2)
+        if group.rank == zeroes:
+            optimizer.zero_grad()
+        inner.add_param_group({"params": [new(4)]})
+        if group.rank == zeroes:
+            optimizer.zero_grad()
+            backward(inner, 1.0)
+        else:
+            params_of(inner)[1].grad = None
+        optimizer.step()
+        return [param.grad.tolist() for param in params_of(inner) if param.grad is not None]
+
+    assert run_ranks(2, rank) == [[[0.5] * 2, [1.0] * 3, [1.5] * 4]] * 2
+
+
+def test_a_parameter_that_comes_within_a_closure_is_averaged():
+    def rank(group: Group) -> list[float]:
+        inner = sgd([new()])
+        optimizer = wrap(group, inner)
+
+        def closure() -> float:
+            inner.param_groups[0]["params"].append(new())
+            backward(inner, group.rank + 1.0)
+            return 0.0
+
+        optimizer.step(closure)
+        return [param.grad[0].item() for param in params_of(inner)]
+
+    assert run_ranks(2, rank) == [[1.5, 3.0]] * 2
+
+
+@pytest.mark.parametrize(
+    "first", ["the one that it has left", "synchronize of that one", "the one that it has come to"]
+)
+def test_a_parameter_is_not_averaged_by_two_optimizers_in_one_step(first):
+    """It moves from one to the other, which would sum it once more."""
+
+    def rank(group: Group) -> list[float]:
+        left, come = sgd([new(1), new(1)]), sgd([new(1)])
+        of_left, of_come = wrap(group, left, op=hvd.Sum), wrap(group, come, op=hvd.Sum)
+        for inner, optimizer in ((left, of_left), (come, of_come)):
+            backward(inner, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        moved = left.param_groups[0]["params"].pop()
+        come.param_groups[0]["params"].append(moved)
+        torch.cat([*params_of(left), *params_of(come)]).sum().backward()
+        if first == "the one that it has left":
+            of_left.step()
+        elif first == "synchronize of that one":
+            of_left.synchronize()
+        with pytest.raises(hvd.GradientError, match="averages its gradient in this step: call step"):
+            of_come.step()
+        if first != "the one that it has left":
+            with of_left.skip_synchronize() if first == "synchronize of that one" else contextlib.nullcontext():
+                of_left.step()
+        moved.grad = None
+        of_come.step()
+        of_left.zero_grad()
+        of_come.zero_grad()
+        torch.cat([*params_of(left), *params_of(come)]).sum().backward()
+        of_left.step()
+        of_come.step()
+        return [param.grad.item() for param in [*params_of(left), *params_of(come)]]
+
+    assert run_ranks(2, rank) == [[2.0] * 3] * 2
 
 
 def test_passes_before_the_step_that_finds_a_parameter_add_up():
