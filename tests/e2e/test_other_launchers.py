@@ -446,7 +446,10 @@ def test_a_job_saves_on_all_ranks_before_its_time_limit_and_goes_on_in_the_queue
     saved = (tmp_path / "checkpoint").read_text()
     assert (tmp_path / "done").read_text() == f"run 1 of 2 ranks from {saved}"
     assert int(saved) > 0
-    wait_until(lambda: "JobState=COMPLETED" in told("scontrol", "show", "job", job))
+    wait_until(
+        lambda: "JobState=COMPLETED" in told("scontrol", "show", "job", job),
+        message=lambda: told("scontrol", "show", "job", job) + output.read_text(),
+    )
     assert "Restarts=1 " in told("scontrol", "show", "job", job)
 
 
