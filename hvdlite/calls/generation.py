@@ -110,18 +110,20 @@ class ReducerRegistry:
         # gradients that a GAN's generator step leaves in the discriminator. A few suffice: gradients do not stay
         # pending for long.
         self.stepped_backwards: deque[int] = deque(maxlen=64)
-        # The averaged gradients of parameters that have left their optimizer's groups, by the parameter's `id`.
-        self._averaged: dict[int, ref[Tensor]] = {}
+        # The averaged gradients of parameters that have left their optimizer's groups, by the parameter's `id`, with
+        # their `Tensor._version`: the program may write zeros there.
+        self._averaged: dict[int, tuple[ref[Tensor], int]] = {}
 
     def note_averaged(self, params: Iterable[Tensor]) -> None:
         """Notes that these parameters have left their optimizer's groups, with the averages that it has made."""
-        kept = {own: grad for own, grad in self._averaged.items() if grad() is not None}
-        self._averaged = kept | {id(param): ref(param.grad) for param in params if param.grad is not None}
+        kept = {own: averaged for own, averaged in self._averaged.items() if averaged[0]() is not None}
+        grads = {id(param): param.grad for param in params}
+        self._averaged = kept | {own: (ref(grad), grad._version) for own, grad in grads.items() if grad is not None}
 
     def has_averaged(self, param: Tensor) -> bool:
         """Whether the parameter's gradient is such an average."""
-        averaged = self._averaged.get(id(param))
-        return averaged is not None and param.grad is not None and averaged() is param.grad
+        averaged, grad = self._averaged.get(id(param)), param.grad
+        return grad is not None and averaged is not None and averaged[0]() is grad and averaged[1] == grad._version
 
     def of(self, group: Group) -> Reducers:
         """Returns the reducers of this group."""

@@ -245,6 +245,8 @@ class AveragingOptimizer(HorovodsAttributes):
         # The user drops their gradients, and nothing is pending.
         self._reducer.step.plan.weights.drop()
         self._optimizer.zero_grad(set_to_none)
+        # After it: what has come from another optimizer has no gradient of that one any more.
+        self._groups.let_go()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Waits for the averages, then takes the wrapped optimizer's step. Every rank must call it.

@@ -50,9 +50,9 @@ class FollowedGroups:
     def follow(self) -> None:
         """Averages what has come to the groups.
 
-        Call it only where all ranks come, and never where a step begins, or gradients are dropped: a rank without a
-        backward pass comes first to ``step()``, and would find in one change, and send in one bucket, what another has
-        found in two. Raises GradientError if another optimizer averages the gradient of a new parameter in this step.
+        Call it only where all ranks come, and never where a step begins: a rank without a backward pass begins it in
+        ``step()``, and would find in one change, and send in one bucket, what another has found in two. Raises
+        GradientError if another optimizer averages the gradient of a new parameter in this step.
         """
         if self._is_followed(self._members()):
             return

@@ -202,8 +202,9 @@ class Reducer(GradientListener):
             if self._world.reducers.has_averaged(param) or any(each.has_gradient_of(param) for each in others):
                 raise GradientError(
                     f"{name!r} has come to the groups of {self._world.trace.optimizer} from those of another "
-                    "DistributedOptimizer, which averages its gradient in this step: call step() of that one first, "
-                    "and set the gradient to None before the step of this one, which trains it from the next step on"
+                    "DistributedOptimizer, which averages its gradient in this step: call zero_grad() of that one and "
+                    "then of this one between such a change and the backward pass. In this step, call step() of that "
+                    "one first, and set the gradient to None before the step of this one"
                 )
 
     def has_gradient_of(self, param: Tensor) -> bool:

@@ -629,25 +629,24 @@ def test_changes_before_and_after_a_pass_of_one_rank_are_followed_alike(late):
 
 
 @pytest.mark.parametrize("zeroes", [0, 1])
-def test_only_ranks_with_a_batch_may_drop_gradients_after_a_change(zeroes):
-    def rank(group: Group) -> list[list[float]]:
-        inner = sgd([new(), new()])
+def test_ranks_that_find_changes_apart_where_others_find_them_together_are_an_error_on_all(zeroes):
+    """They would send in two buckets what the others send in one."""
+
+    def rank(group: Group) -> str:
+        inner = sgd([new()])
         optimizer = wrap(group, inner)
         backward(inner, 1.0)
         optimizer.step()
-        inner.param_groups[0]["params"][0] = new(2)
-        if group.rank == zeroes:
-            optimizer.zero_grad()
-        inner.add_param_group({"params": [new(4)]})
-        if group.rank == zeroes:
-            optimizer.zero_grad()
-            backward(inner, 1.0)
-        else:
-            params_of(inner)[1].grad = None
-        optimizer.step()
-        return [param.grad.tolist() for param in params_of(inner) if param.grad is not None]
+        for _ in range(2):
+            inner.add_param_group({"params": [new(4)]})
+            if group.rank == zeroes:
+                optimizer.zero_grad()
+        with pytest.raises(hvd.MismatchError) as error:
+            optimizer.step()
+        return str(error.value)
 
-    assert run_ranks(2, rank) == [[[0.5] * 2, [1.0] * 3, [1.5] * 4]] * 2
+    for said in run_ranks(2, rank):
+        assert "found in change 2 of the groups before this step" in said
 
 
 def test_a_parameter_that_comes_within_a_closure_is_averaged():
@@ -686,7 +685,7 @@ def test_a_parameter_is_not_averaged_by_two_optimizers_in_one_step(first):
             of_left.step()
         elif first == "synchronize of that one":
             of_left.synchronize()
-        with pytest.raises(hvd.GradientError, match="averages its gradient in this step: call step"):
+        with pytest.raises(hvd.GradientError, match=r"averages its gradient in this step: call zero_grad\(\)"):
             of_come.step()
         if first != "the one that it has left":
             with of_left.skip_synchronize() if first == "synchronize of that one" else contextlib.nullcontext():
@@ -698,6 +697,24 @@ def test_a_parameter_is_not_averaged_by_two_optimizers_in_one_step(first):
         torch.cat([*params_of(left), *params_of(come)]).sum().backward()
         of_left.step()
         of_come.step()
+        return [param.grad.item() for param in [*params_of(left), *params_of(come)]]
+
+    assert run_ranks(2, rank) == [[2.0] * 3] * 2
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_parameter_moves_to_another_optimizer_before_both_drop_their_gradients(set_to_none):
+    def rank(group: Group) -> list[float]:
+        left, come = sgd([new(1), new(1)]), sgd([new(1)])
+        of_left, of_come = wrap(group, left, op=hvd.Sum), wrap(group, come, op=hvd.Sum)
+        for _ in range(2):
+            of_left.zero_grad(set_to_none)
+            of_come.zero_grad(set_to_none)
+            torch.cat([*params_of(left), *params_of(come)]).sum().backward()
+            of_left.step()
+            of_come.step()
+            if len(params_of(left)) == 2:
+                come.param_groups[0]["params"].append(left.param_groups[0]["params"].pop())
         return [param.grad.item() for param in [*params_of(left), *params_of(come)]]
 
     assert run_ranks(2, rank) == [[2.0] * 3] * 2
