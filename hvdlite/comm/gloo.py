@@ -6,13 +6,13 @@ All that reaches into gloo from outside, which has no way of its own for what a 
 
 Gloo is torch's engine between CPU hosts. What it lacks, in torch 2.11 as in 2.14:
 
-- Its listener takes any peer that connects first and sends a number that is easy to guess; torch's wheels have no TLS.
-  So each rank sends each other rank a signature with the job's key, which a stranger cannot make, as the first
-  collective of a group. Then the kernel drops all further packets to the listeners.
-- Nothing ends an operation in progress before its timeout: `abort` and `shutdown` of a gloo group do nothing, and
-  `reconfigure` (2.14) needs the other ranks. Connecting, which cannot be interrupted, is put off to the first
-  collective (``lazy_init``), for which a thread need not wait. Operations between connected ranks end when their
-  sockets are shut down.
+- Its listener takes any peer that connects first and sends a number that is easy to guess; the wheels looked at
+  (2.11.0, 2.14.1) have no TLS. So each rank sends each other rank a signature with the job's key, which a stranger
+  cannot make, as the first collective of a group. Then the kernel drops all further packets to the listeners.
+- Nothing ends a collective in progress before its timeout: `abort` and `shutdown` of a gloo group do nothing, and
+  `reconfigure` (2.14, experimental) connects anew from the handles of all members. Connecting, which cannot be
+  interrupted, is put off to the first collective (``lazy_init``), for which a thread need not wait. Operations between
+  connected ranks end when their sockets are shut down.
 - It does not notice that the network between two hosts is cut. The kernel does: it probes a connection that is idle,
   and repeats data that are not acknowledged; the other kernel answers even while the process there hangs.
 
@@ -81,7 +81,8 @@ _SHORTEST_S = 2.0 * _PROBE_EVERY_S
 # A process group of torch.distributed, or its gloo backend alone.
 ProcessGroup = TypeVar("ProcessGroup")
 
-# Held while devices are made, so that new listeners are known to be theirs. It is not held while ranks connect.
+# Held while devices are made, so that new listeners are known to be theirs. It is not held while ranks connect, but in
+# torch's debug mode DETAIL, whose groups connect when they are made.
 _making = forks.lock_of_process()
 
 

@@ -27,7 +27,7 @@ _BACKEND_TYPES = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.Proce
 
 
 def allow_collectives(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of the CPU collectives of ``group``; connecting, which is over, may have had a shorter one."""
+    """Set the timeout of the CPU collectives of ``group``; connecting may have a shorter one."""
     group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 

@@ -86,7 +86,8 @@ def connect_all(
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", _CLEAN_UP_ONLY)
     # torch.distributed was not initialised before, so a default group that exists on failure is ours to destroy.
     process, init_timeout = call.process, call.timeout
-    call.undo.callback(_leave, client, Connections())
+    connections = Connections()
+    call.undo.callback(_leave, client, connections)
     infos: Sequence[RankInfo] = ()
     process.connects_since_s = time.monotonic()
     try:
@@ -106,7 +107,6 @@ def connect_all(
             allow_collectives(dist.group.WORLD, init_timeout.timeout)
             return dist.group.WORLD
 
-        connections = Connections()
         has_network = client is not None and len({info.placement.node for info in infos}) > 1
         if has_network and assignment is not None and assignment.generation > 1:
             # In the first generation a host that others do not reach is an error of the job.
