@@ -259,7 +259,8 @@ class Reducer(GradientListener):
         """Notes the first gradient of a backward pass, ``param``'s, by autograd's number of it."""
         if self.surplus.are_dropped_before(param):
             # This gradient belongs to the step that begins now, and not to the one that all ranks drop.
-            grad, param.grad = param.grad, None
+            # A copy, since it may be a view of a bucket that is sent with what all drop.
+            grad, param.grad = None if param.grad is None else param.grad.clone(), None
             if self.step.is_replaced:
                 # No rank sends in the new world what all drop.
                 self.follow_world()

@@ -106,7 +106,8 @@ def test_gradients_of_another_optimizers_pass_that_were_dropped_cost_no_gradient
     assert run_ranks(2, rank) == [[[-4.5, -4.5]] * 2] * 2
 
 
-def test_averages_of_the_last_step_stay_where_gradients_of_another_optimizers_pass_are_dropped():
+@pytest.mark.parametrize("adds_to", ["what is dropped", "the averages"])
+def test_averages_of_the_last_step_stay_where_gradients_of_another_optimizers_pass_are_dropped(adds_to):
     """As without the other optimizer, those that were not set to zero count in the next step."""
 
     def rank(group: Group) -> list[float]:
@@ -117,11 +118,14 @@ def test_averages_of_the_last_step_stay_where_gradients_of_another_optimizers_pa
         (other.sum() + dropped.sum() * 100.0).backward()
         of_other.step()
         dropped.grad = None
-        dropped.sum().backward()
+        if adds_to == "the averages":
+            dropped.grad = torch.ones_like(dropped)
+        (dropped if adds_to == "what is dropped" else averaged).sum().backward()
         optimizer.step()
         return [averaged.grad[0].item(), dropped.grad[0].item()]
 
-    assert run_ranks(2, rank) == [[1.5, 1.0]] * 2
+    averages = {"what is dropped": [1.5, 1.0], "the averages": [2.5, 1.0]}[adds_to]
+    assert run_ranks(2, rank) == [averages] * 2
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
