@@ -29,8 +29,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from .comm.connecting import ConnectingRanks, InitTimeout
-from .comm.gloo import Connections, make_gloo, open_proven
+from .comm.gloo import ConnectingRanks, Connections, InitTimeout, make_gloo, open_proven
 from .errors import LaunchEnvironmentError
 from .rendezvous.host_address import address_for_others
 from .rendezvous.launcher_store import LauncherStore
@@ -40,13 +39,13 @@ from .rendezvous.secret import given_secret
 from .rendezvous.store_client import StoreClient
 from .signing import Signer
 
-_GLOO_S = 15.0
+_TRY_S, _TRIES = 3.0, 5  # the number of attempts after which gloo gives up connecting
 _TCP_S = 5.0  # a lost first packet is sent again after 1 and after 3 s
-CONNECT_S = _TCP_S + _GLOO_S
+CONNECT_S = _TCP_S + _TRY_S * _TRIES
 _WARM_UPS, _TRIPS = 5, 50
 _SLACK_S = 10.0
 
-_NOISE = re.compile(r" *\[[^]]*(/[^]]*:\d+|none)\] *")
+_NOISE = re.compile(r"^Gloo connectFullMesh failed with | *\[[^]]*(/[^]]*:\d+|none)\] *")
 
 
 class BlockedError(RuntimeError):
@@ -136,11 +135,11 @@ def measure(store: Store, rank: int, peer: int, patience_s: float) -> float:
     connect_both_ways(shared, own)
     signer = Signer(agree_on_secret(shared, own, given_secret(os.environ)))
     ranks = ConnectingRanks(
-        shared, signer, own, tuple(f"rank {each}" for each in pair), InitTimeout(timedelta(seconds=_GLOO_S))
+        shared, signer, own, tuple(f"rank {each}" for each in pair), InitTimeout(timedelta(seconds=_TRY_S))
     )
 
     def make(connections: Connections) -> Any:
-        return make_gloo(PrefixStore("gloo", shared), own, 2, timedelta(seconds=_GLOO_S), connections)
+        return make_gloo(PrefixStore("gloo", shared), own, 2, timedelta(seconds=_TRY_S), connections)
 
     group, _ = open_proven(make, lambda group: group.shutdown(), ranks, "link")
     number = torch.zeros(1, dtype=torch.float32, device="cpu")

@@ -68,7 +68,7 @@ def test_who_is_not_there_in_time_is_left_out_by_all():
 
 
 def test_gloo_s_words_are_told_without_its_sources():
-    said = "[/__w/gloo/transport/tcp/pair.h:311] Connect timeout [none]"
+    said = "Gloo connectFullMesh failed with [/__w/gloo/transport/tcp/pair.h:311] Connect timeout [none]"
     assert without_noise(said) == "Connect timeout"
     assert without_noise("[/p/pair.cc:547] Connection closed by peer [10.0.0.1]:234") == (
         "Connection closed by peer [10.0.0.1]:234"

@@ -32,7 +32,7 @@ from ..errors import (
 )
 from ..signing import Signer, digest
 from ..values import shown, whole_number
-from .connecting import Ends
+from .ends import Ends
 from .engine import Done, Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError, RevokedError, SingleRankFactory
 from .flat_bytes import as_bytes, pieces_of
 from .reduce_op import OP_OF_ENGINE, Average, ReduceOp, Sum

@@ -203,7 +203,7 @@ _Steps: TypeAlias = Iterator[EngineWork]
 """The three steps of one tensor's collective, each yielded once it has begun; the end of the last is that of all.
 
 To go on is to wait for the step before (on CUDA the current stream waits), and at the end to release memory. What the
-steps use is kept in memory until the iterator is exhausted.
+steps use is kept in memory as long as the iterator.
 """
 
 

@@ -30,7 +30,7 @@ _LOOK = timedelta(seconds=0.02)
 # The same of a wait for a GPU, which nothing else ends.
 _GPU_LOOK_S = 0.0005
 
-# How long `quiesce` waits for operations of gloo that were revoked: see `Connections.end_waits`.
+# How long `quiesce` waits for operations of gloo that were revoked: see `Connections.cut`.
 _ENDING_S = 1.0
 
 # c10d's message when a wait times out before the operation is complete.

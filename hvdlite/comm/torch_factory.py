@@ -8,7 +8,7 @@ by `gloo`, which proves that each connection is one to a rank of this job.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,16 +18,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..errors import CommunicationError, lack_of
-from .connecting import ConnectingRanks, EndingStore, wait_for_all
 from .engine import Engine, EngineFactory, SingleRankFactory
-from .gloo import Connections, make_gloo, open_proven, warn_that
+from .gloo import ConnectingRanks, Connections, make_gloo, open_proven, wait_for_all
 from .torch_engine import TorchEngine
+
+WaitUntilSet = Callable[[Store, Sequence[str], timedelta], None]
 
 _BACKEND_TYPES = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}
 
 
 def allow_collectives(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of the CPU collectives of ``group``; connecting may have a shorter one."""
+    """Set the timeout of the CPU collectives of ``group``; connecting, which is over, may have had a shorter one."""
     group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 
@@ -50,7 +51,7 @@ class TorchEngineFactory:
         if self._unused_default is None:
             return self._further.open()
         (default, connections), self._unused_default = self._unused_default, None
-        return TorchEngine(default, has_nccl=_has_nccl(self.backend), cut=connections.end_waits)
+        return TorchEngine(default, has_nccl=_has_nccl(self.backend), cut=connections.cut)
 
     def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
         return self._further.among(group_ranks, group_rank, token)
@@ -88,10 +89,11 @@ class SubsetEngineFactory:
             why = lack_of(error) or (
                 f"one of them has ended or cannot be reached; look at their output for the cause ({error})"
             )
-            raise CommunicationError(f"{self._ranks.own_name} could not connect to the other ranks: {why}") from error
+            own = self._ranks.names[self._ranks.rank]
+            raise CommunicationError(f"{own} could not connect to the other ranks: {why}") from error
         has_nccl = self._backend_of["cuda"] == "nccl"
         return TorchEngine(
-            group, has_nccl=has_nccl, cut=connections.end_waits, shut_down=partial(_shut_down, group, connections)
+            group, has_nccl=has_nccl, cut=connections.cut, shut_down=partial(_shut_down, group, connections)
         )
 
     def _make(self, label: str, connections: Connections) -> dist.ProcessGroup:
@@ -114,10 +116,9 @@ class SubsetEngineFactory:
     def _make_backend(self, name: str, store: Store, connections: Connections) -> Any:
         rank, size, init_timeout = self._ranks.rank, self._ranks.size, self._ranks.init_timeout
         if name == "gloo":
-            ending = self._ranks.ending_store(store)
+            # Held until gloo has connected.
+            ending = EndingStore(store, init_timeout.left(), self._ranks.store_wait())
             gloo = make_gloo(ending, rank, size, init_timeout.left(), connections)
-            if ending.has_waited:
-                warn_that("a rank that is lost while others connect to it is waited for until a timeout: no lazy_init")
             gloo._set_default_timeout(init_timeout.timeout)
             self._stores.append(ending)
             return gloo
@@ -148,3 +149,38 @@ def _backend_by_device(backend: str) -> dict[str, str]:
             "gloo and nccl: choose one of these, or let hvd.init() call init_process_group"
         )
     return backend_of
+
+
+class EndingStore(Store):
+    """A store for gloo whose waits, by ``wait_until_set``, end when a rank ends, or fails to open its part.
+
+    While gloo connects, it waits in the store for the address of each rank, and only the store can end that. C++ looks
+    its methods up by name, and keeps no reference to the Python object: its maker must, while gloo connects.
+    """
+
+    def __init__(self, store: Store, timeout: timedelta, wait_until_set: WaitUntilSet) -> None:
+        """``timeout`` is that of `get`, which has none of its own."""
+        super().__init__()
+        self._store = store
+        self._patience = timeout
+        self._wait_until_set = wait_until_set
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]  # torch's stubs lack bytes
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._store.check(list(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._wait_until_set(self._store, keys, self._patience if timeout is None else timeout)
+
+    def has_extended_api(self) -> bool:
+        # Gloo then asks by `get` and `set` alone.
+        return False

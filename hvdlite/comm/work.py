@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from ..errors import CommunicationError, MismatchError, describe_interrupt, list_names
-from .connecting import Ends
+from .ends import Ends
 from .engine import EngineWork, KnowsWhoBegan
 from .step_clock import StepClock
 

@@ -28,7 +28,7 @@ from ..calls.generation import Generation
 from ..calls.handshake import CHALLENGE_BYTES, HandshakeClient
 from ..calls.mailbox import DOWN, UP, Mailbox, mailbox_pair
 from ..calls.messages import FromRank0, ToRank0, Welcome
-from ..comm.connecting import InitTimeout
+from ..comm.gloo import InitTimeout
 from ..comm.group import Group
 from ..coordinator.coordinator import Coordinator
 from ..coordinator.negotiation import Negotiation

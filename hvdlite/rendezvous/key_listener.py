@@ -80,7 +80,7 @@ class KeyListener:
 
 
 class Keepalive(Protocol):
-    """For how long nothing has come from other hosts: `comm.gloo.Connections`."""
+    """For how long nothing has come from other hosts: `comm.keepalive.Keepalive`."""
 
     @property
     def addresses(self) -> tuple[str, ...]: ...

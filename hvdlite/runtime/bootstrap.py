@@ -21,8 +21,8 @@ from hvdlite_wire.store_requests import StoreRequest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ..comm.connecting import InitTimeout
 from ..comm.engine import SingleRankFactory
+from ..comm.gloo import InitTimeout
 from ..comm.torch_factory import TorchEngineFactory
 from ..environment import Environment
 from ..errors import CommunicationError, LaunchEnvironmentError, lack_of

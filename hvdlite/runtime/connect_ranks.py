@@ -12,7 +12,7 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -25,8 +25,9 @@ from hvdlite_wire.store_requests import StoreRequest
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from .. import forks
-from ..comm.connecting import Ends
+from ..comm.connecting import Connecting
 from ..comm.gloo import Connections, open_proven
+from ..comm.keepalive import Keepalive
 from ..comm.torch_factory import TorchEngineFactory, allow_collectives
 from ..errors import CommunicationError, LaunchEnvironmentError, MismatchError
 from ..rendezvous.host_address import no_connection_between
@@ -45,40 +46,18 @@ _CLEAN_UP_ONLY = "2"
 _GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
 
 
-@dataclass
-class Attempt:
-    """An elastic worker's attempt to connect to the ranks of a generation: what ends it, and what it has found."""
-
-    ends: Ends = field(default_factory=Ends)
-    addresses_by_rank: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """What `own_addresses` has returned on the ranks of several hosts; empty if they do not need it."""
-    _connections: Connections | None = None
-
-    def is_connected(self, connections: Connections) -> None:
-        """Notes that the ranks are connected, and may wait for each other; a CommunicationError after `give_up`."""
-        self._connections = connections
-        if self.ends.given_up:
-            raise CommunicationError(self.ends.given_up)
-
-    def give_up(self, why: str) -> None:
-        """Ends all waits of the attempt, which then fails. Any thread may call it."""
-        self.ends.give_up(why)
-        if self._connections is not None:
-            self._connections.end_waits()
-
-
 def connect_all(
     placement: Placement,
     client: StoreConnection | None,
     assignment: RankAssignment | None,
     call: InitCall,
-    attempt: Attempt | None = None,
+    connecting: Connecting | None = None,
 ) -> World:
     """Connects this rank to all others and returns their world. Every rank must call it, and waits for all.
 
     ``client`` is hvdlite-run's store, or the one of a place that was given; None is for other launchers.
-    ``assignment`` and ``attempt`` are an elastic worker's; the attempt's ``ends`` end the waits once one of the ranks
-    is lost. Raises `CommunicationError` if not all ranks come in time.
+    ``assignment`` and ``connecting`` are an elastic worker's; ``connecting`` ends the waits once one of the ranks is
+    lost. Raises `CommunicationError` if not all ranks come in time.
     """
     backend = _GLOO_AND_NCCL if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if assignment is not None:
@@ -86,23 +65,21 @@ def connect_all(
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", _CLEAN_UP_ONLY)
     # torch.distributed was not initialised before, so a default group that exists on failure is ours to destroy.
     process, init_timeout = call.process, call.timeout
-    connections = Connections()
-    call.undo.callback(_leave, client, connections)
+    call.undo.callback(_leave, client, Connections())
     infos: Sequence[RankInfo] = ()
     process.connects_since_s = time.monotonic()
     try:
         store, secret = _open_store(placement, client, assignment, process, init_timeout.limit)
-        ranks = exchange_infos(placement, store, secret, call, assignment, None if attempt is None else attempt.ends)
+        ranks = exchange_infos(placement, store, secret, call, assignment)
         infos = ranks.infos
 
-        def make(connections: Connections) -> dist.ProcessGroup:
+        def make(_: Connections) -> dist.ProcessGroup:
             # Torch puts this count into the keys of the store, and forgets to reset it where init_process_group fails:
             # ranks of which only some have come so far, in a generation before, would not find each other.
             dist.distributed_c10d._world.group_count = 0
-            with connections.made_within():
-                dist.init_process_group(
-                    backend, store=store, rank=placement.rank, world_size=placement.size, timeout=init_timeout.left()
-                )
+            dist.init_process_group(
+                backend, store=store, rank=placement.rank, world_size=placement.size, timeout=init_timeout.left()
+            )
             assert dist.group.WORLD is not None, "it has just been made"
             allow_collectives(dist.group.WORLD, init_timeout.timeout)
             return dist.group.WORLD
@@ -110,20 +87,28 @@ def connect_all(
         has_network = client is not None and len({info.placement.node for info in infos}) > 1
         if has_network and assignment is not None and assignment.generation > 1:
             # In the first generation a host that others do not reach is an error of the job.
-            process.keepalive = connections
-            if attempt is not None:
-                attempt.addresses_by_rank = {rank: tuple(info.settings["addresses"]) for rank, info in enumerate(infos)}
-        default, _ = open_proven(make, dist.destroy_process_group, ranks.connecting, "default", connections)
-        if attempt is not None:
-            attempt.is_connected(connections)
-        if has_network:
-            connections.probe()
-            process.keepalive = connections
-        call.undo.callback(connections.end_waits)
+            process.keepalive = connecting
+            if connecting is not None:
+                connecting.addresses_by_rank = {
+                    rank: tuple(info.settings["addresses"]) for rank, info in enumerate(infos)
+                }
+
+        def on_connected(connections: Connections) -> None:
+            if connecting is not None:
+                connecting.on_give_up(connections.cut)
+            if has_network:
+                process.keepalive = Keepalive(connections)
+
+        limit_s = init_timeout.limit.total_seconds()
+        with contextlib.nullcontext() if connecting is None else connecting.for_at_most(limit_s):
+            default, connections = open_proven(
+                make, dist.destroy_process_group, ranks.connecting, "default", on_connected
+            )
+        call.undo.callback(connections.cut)
     except (LaunchEnvironmentError, MismatchError):
         raise
     except RuntimeError as error:
-        if isinstance(error, CommunicationError):
+        if isinstance(error, CommunicationError) and not (connecting is not None and connecting.is_late):
             raise
         hosts = [info.placement.host for info in infos]
         if firewall := no_connection_between(hosts, placement.host, error):

@@ -22,9 +22,9 @@ from hvdlite_wire.job_contract import CHAOS
 from hvdlite_wire.store_requests import StoreRequest
 
 from ..calls.generation import Generation
-from ..comm.connecting import InitTimeout
+from ..comm.connecting import Connecting
 from ..comm.engine import SingleRankFactory
-from ..comm.gloo import cut_links
+from ..comm.gloo import InitTimeout, cut_links
 from ..comm.group import Group
 from ..control.unchecked import StandbyController
 from ..errors import CommunicationError
@@ -37,7 +37,7 @@ from ..rendezvous.placement import placements_to_topology
 from ..rendezvous.store_client import StoreClient
 from ..rendezvous.wait_for_rank import JoinableProgram, find_program, take_back, wait_for_rank, wait_for_rank_or_program
 from ..signing import Signer
-from .connect_ranks import Attempt, LauncherEnd, connect_all, store_client
+from .connect_ranks import LauncherEnd, connect_all, store_client
 from .make_world import InitCall, World
 from .process_set_registry import Registry
 from .retry import Retry
@@ -103,16 +103,16 @@ def _connect(worker: ElasticWorker, assignment: RankAssignment, launcher: Launch
     placement = read_placement(os.environ, assignment)
     assert placement is not None, "it is a worker of hvdlite-run"
     timeout = InitTimeout(call.timeout.timeout, limit=_GENERATION_LIMIT)
-    attempt = Attempt()
+    connecting = Connecting(assignment.size)
     try:
-        with contextlib.ExitStack() as undo:
-            undo.callback(call.process.world_left)
-            with _ended_with(worker, assignment, attempt):
-                attempted = replace(call, timeout=timeout, undo=undo)
-                world = connect_all(placement, launcher.client, assignment, attempted, attempt)
-            call.undo.push(undo.pop_all())
+        with contextlib.ExitStack() as attempt:
+            attempt.callback(call.process.world_left)
+            with _ended_with(worker, assignment, connecting):
+                attempted = replace(call, timeout=timeout, undo=attempt)
+                world = connect_all(placement, launcher.client, assignment, attempted, connecting)
+            call.undo.push(attempt.pop_all())
     except CommunicationError as error:
-        by_rank = dict(attempt.addresses_by_rank)
+        by_rank = dict(connecting.addresses_by_rank)
         own = by_rank.pop(assignment.rank, ())
         others = dict.fromkeys(address for each in by_rank.values() for address in each if address not in own)
         launcher.tell_failure(assignment.generation, Refusals(own, refused_by(error, others)))
@@ -122,21 +122,22 @@ def _connect(worker: ElasticWorker, assignment: RankAssignment, launcher: Launch
         raise
     launcher.tell(StoreRequest.INIT_DONE, call.timeout.timeout, assignment.generation)
     timeout.end_of_init()
-    return replace(world, ends=attempt.ends)
+    return replace(world, connecting=Connecting(assignment.size))
 
 
 @contextlib.contextmanager
-def _ended_with(worker: ElasticWorker, assignment: RankAssignment, attempt: Attempt) -> Iterator[None]:
+def _ended_with(worker: ElasticWorker, assignment: RankAssignment, connecting: Connecting) -> Iterator[None]:
     """A context in which the ranks of a generation connect: that fails as soon as one of them is lost, or gives up."""
     listener = KeyListener(
         StoreClient.from_url(worker.store_url),
         f"{assignment.prefix}/end",
         lambda _: None,
-        attempt.give_up,
+        lambda _: connecting.give_up(),
     )
     try:
         yield
     finally:
+        connecting.close()
         listener.close()
 
 

@@ -24,9 +24,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..calls.controller import Controller
 from ..calls.generation import Generation
-from ..comm.connecting import ConnectingRanks, Ends, InitTimeout
+from ..comm.connecting import Connecting, own_addresses
 from ..comm.engine import EngineFactory
-from ..comm.gloo import own_addresses
+from ..comm.gloo import ConnectingRanks, InitTimeout
 from ..comm.group import Group
 from ..comm.hierarchy_selection import choose_levels
 from ..comm.work import CollectiveWatch
@@ -57,7 +57,7 @@ class World:
     ``assignment`` is this rank's in an elastic job, otherwise None. ``survival`` is None unless steps survive the loss
     of a rank.
     ``stands_by``: this process is no rank yet, and ``topology`` has the numbers that it will probably have.
-    ``ends`` ends waits for the ranks of an elastic job's generation while groups are opened after `hvd.init`.
+    ``connecting`` ends waits for the ranks of an elastic job's generation while groups are opened after `hvd.init`.
     """
 
     topology: Topology
@@ -71,7 +71,7 @@ class World:
     assignment: RankAssignment | None = None
     survival: Survival | None = None
     stands_by: bool = False
-    ends: Ends | None = None
+    connecting: Connecting | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,7 @@ class ConnectedRanks:
 
 
 def exchange_infos(
-    placement: Placement,
-    store: Store,
-    secret: bytes | None,
-    call: InitCall,
-    assignment: RankAssignment | None = None,
-    ends: Ends | None = None,
+    placement: Placement, store: Store, secret: bytes | None, call: InitCall, assignment: RankAssignment | None = None
 ) -> ConnectedRanks:
     """Exchanges every rank's info through the store. Every rank must call it, and waits for all.
 
@@ -134,9 +129,7 @@ def exchange_infos(
         # One host: let gloo listen on loopback, which no other host can reach, unless the user has chosen an interface.
         call.process.choose_interface(interface_with(LOOPBACK))
     names = tuple(f"rank {rank} ({info.placement.host})" for rank, info in enumerate(infos))
-    connecting = ConnectingRanks(
-        PrefixStore("engines", store), signer, placement.rank, names, call.timeout, ends or Ends()
-    )
+    connecting = ConnectingRanks(PrefixStore("engines", store), signer, placement.rank, names, call.timeout)
     return ConnectedRanks(infos, connecting)
 
 
@@ -155,6 +148,7 @@ def make_world(
     placements = [info.placement for info in infos]
     topology = placements_to_topology(placement.rank, placements)
     generation = Generation(CollectiveWatch(connecting.ends))
+    connecting.ends.give_up_connecting = Connecting(placement.size).give_up_begun
     group = Group(
         engine_factory,
         placement.rank,

@@ -326,8 +326,10 @@ def shutdown() -> None:
     _note_progress()
     if leaving.survival is not None:
         leaving.survival.end()
-    if leaving.ends is not None:
-        leaving.ends.give_up("hvd.shutdown() was called")
+    if leaving.connecting is not None:
+        # A thread that still waits for a lost rank would be in the way of the next world's groups.
+        leaving.connecting.give_up_begun()
+        leaving.connecting.close()
     # Run in reverse order. The stack runs all of them even if one raises or is interrupted.
     with contextlib.ExitStack() as steps:
         steps.callback(_process.world_left)
@@ -407,9 +409,9 @@ def revoke(generation: int, reason: str) -> None:
     world.controller.revoke(reason)
     for group in (world.group, *world.sets.groups()):
         group.revoke(reason)
-    if world.ends is not None:
+    if world.connecting is not None:
         # Optimizers and process sets open groups after `init`.
-        world.ends.give_up(reason)
+        world.connecting.give_up_begun()
 
 
 def require_ended(what: str) -> None:

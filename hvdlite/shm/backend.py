@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, Store
 
-from ..comm.connecting import InitTimeout
+from ..comm.gloo import InitTimeout
 from ..signing import Signer
 from .segment import NoMemoryError
 from .setup import exchange_control_blocks, open_segment

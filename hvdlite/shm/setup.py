@@ -26,7 +26,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from ..comm.connecting import InitTimeout
+from ..comm.gloo import InitTimeout
 from ..errors import CommunicationError
 from ..signing import TAG_BYTES, Signer
 from .control_block import CONTROL_BLOCK_BYTES, FAILED, ControlBlock

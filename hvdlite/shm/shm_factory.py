@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from ..comm.connecting import ConnectingRanks
 from ..comm.engine import DelegatingEngine, Engine, EngineFactory, SingleRankFactory
+from ..comm.gloo import ConnectingRanks
 from ..log import log
 from .board import Board
 from .kept_memory import KeptMemory

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
-import select
+import re
 import socket
 import subprocess
 import sys
@@ -22,9 +21,8 @@ import torch.distributed as dist
 from ranks import attempt_threads
 
 from hvdlite.comm import gloo, torch_engine, torch_factory
-from hvdlite.comm.connecting import ConnectingRanks, InitTimeout, wait_for_all
 from hvdlite.comm.engine import RevokedError
-from hvdlite.comm.gloo import Connections, make_gloo, open_proven
+from hvdlite.comm.gloo import ConnectingRanks, Connections, InitTimeout, make_gloo, open_proven, wait_for_all
 from hvdlite.comm.torch_engine import TorchWork
 from hvdlite.comm.torch_factory import SubsetEngineFactory
 from hvdlite.errors import CommunicationError
@@ -38,12 +36,11 @@ def ranks_of(store: dist.Store, rank: int, size: int, key: bytes = b"key") -> Co
     return ConnectingRanks(store, Signer(key), rank, names, InitTimeout(PATIENCE))
 
 
-def making(store: dist.Store, rank: int, size: int, timeout: timedelta = PATIENCE):
-    return lambda connections: make_gloo(store, rank, size, timeout, connections)
-
-
 def open_group(store: dist.Store, ranks: ConnectingRanks, label: str = "x", discard=lambda group: None):
-    return open_proven(making(dist.PrefixStore(label, store), ranks.rank, ranks.size), discard, ranks, label)[0]
+    def make(_connections):
+        return dist.ProcessGroupGloo(dist.PrefixStore(label, store), ranks.rank, ranks.size, PATIENCE)
+
+    return open_proven(make, discard, ranks, label)[0]
 
 
 def listening_ports() -> dict[int, str]:
@@ -158,9 +155,9 @@ def test_a_group_that_the_program_opens_meanwhile_stays_as_it_is(on_loopback):
     # The other rank of the program's group comes only now, and hvdlite's group ends before that group is used.
     open_programs(1)
     early.join(60)
-    assert all(connections.are_connected for _, connections in own)
     for _, connections in own:
-        connections.end_waits()
+        assert connections.inodes
+        connections.cut()
     assert attempt_threads(2, lambda rank: programs[rank].allreduce([torch.ones(1)]).wait()) == [True, True]
 
 
@@ -185,8 +182,10 @@ def test_a_proof_of_another_group_does_not_count(on_loopback):
     store = dist.HashStore()
 
     def attempt(rank: int):
-        label = "this" if rank else "that"
-        return open_proven(making(store, rank, 2), lambda group: None, ranks_of(store, rank, 2), label)
+        def make(_connections):
+            return dist.ProcessGroupGloo(store, rank, 2, PATIENCE)
+
+        return open_proven(make, lambda group: None, ranks_of(store, rank, 2), "this" if rank else "that")
 
     assert all(isinstance(outcome, CommunicationError) for outcome in attempt_threads(2, attempt))
 
@@ -197,9 +196,7 @@ def test_one_who_connects_and_says_nothing_is_an_error_before_long(on_loopback, 
 
     def attempt(rank: int):
         if rank == 1:
-            group = make_gloo(dist.PrefixStore("x", store), 1, 2, PATIENCE, Connections())
-            group.recv([torch.ones(1)], 0, 1000)  # it connects for that
-            return group
+            return dist.ProcessGroupGloo(dist.PrefixStore("x", store), 1, 2, PATIENCE)
         return open_group(store, ranks_of(store, 0, 2))
 
     outcome, _silent = attempt_threads(2, attempt)
@@ -228,9 +225,9 @@ def test_where_strangers_keep_files_open_there_is_room_for_more(on_loopback):
     ranks = ranks_of(store, 0, 1)
     of_strangers: list[int] = []
 
-    def make(connections):
+    def make(_connections):
         of_strangers.extend(os.dup(0) for _ in range(600))
-        return make_gloo(store, 0, 1, PATIENCE, connections)
+        return dist.ProcessGroupGloo(store, 0, 1, PATIENCE)
 
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (used() + 400, before[1]))
@@ -243,7 +240,9 @@ def test_where_strangers_keep_files_open_there_is_room_for_more(on_loopback):
 
 
 def open_with_connections(store: dist.Store, rank: int, timeout: timedelta = PATIENCE):
-    make = making(dist.PrefixStore("x", store), rank, 2, timeout)
+    def make(_connections):
+        return dist.ProcessGroupGloo(dist.PrefixStore("x", store), rank, 2, timeout)
+
     return open_proven(make, lambda group: None, ranks_of(store, rank, 2), "x")
 
 
@@ -281,7 +280,7 @@ def test_what_is_under_way_ends_with_an_error_once_its_connections_are_cut(on_lo
     program = """
 if rank == 0:
     work = group.allreduce([torch.ones(4)])
-    connections.end_waits()
+    connections.cut()
     try:
         work.wait()
     except RuntimeError:
@@ -315,7 +314,7 @@ else:
 def test_an_operation_on_a_connection_that_gloo_has_stopped_reading_ends_once_it_is_cut(on_loopback):
     program = f"""{BLOCKED}
 if rank == 0:
-    connections.end_waits()
+    connections.cut()
     try:
         work.wait(timedelta(seconds=PATIENCE_S / 2))
     except RuntimeError as error:
@@ -333,7 +332,7 @@ def test_a_program_with_such_a_connection_ends_without_waiting_for_the_timeout(o
     """The timeout of the group's operations is far beyond the test's own patience."""
     program = f"""{BLOCKED}
 if rank == 0:
-    connections.end_waits()
+    connections.cut()
     store.set("over", "")
     del work, group
     print("ended")
@@ -353,8 +352,10 @@ from hvdlite.comm.torch_engine import TorchEngine
 import array, fcntl, termios
 
 def unsent_bytes():
+    sockets = [each for each in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{each}")]
+    own = [int(each) for each in sockets if os.stat(f"/proc/self/fd/{each}").st_ino in connections.inodes]
     count = array.array("i", [0])
-    return max((fcntl.ioctl(each, termios.TIOCOUTQ, count), count[0])[1] for each, _ in connections._sockets(1))
+    return max((fcntl.ioctl(each, termios.TIOCOUTQ, count), count[0])[1] for each in own)
 
 options = dist.BroadcastOptions()
 options.rootRank, options.rootTensor = 0, 0
@@ -369,7 +370,7 @@ if rank == 1:
     # With an operation in progress: only the end of the other rank is looked at.
     os._exit(0)
 else:
-    engine = TorchEngine(group, cut=connections.end_waits)
+    engine = TorchEngine(group, cut=connections.cut)
     store.wait(["given up"])
     group.send([torch.ones(1000)], 1, 7).wait()
     store.set("sent", "")
@@ -433,7 +434,7 @@ def test_a_forked_child_cuts_no_connection_of_its_parent(on_loopback):
     program = """
 child = os.fork()
 if child == 0:
-    connections.end_waits()
+    connections.cut()
     os._exit(0)
 os.waitpid(child, 0)
 total = torch.ones(1)
@@ -499,101 +500,54 @@ def test_a_device_is_told_from_those_that_other_threads_make_and_close_in_the_sa
 
     monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", create_between_others)
     connections = Connections()
-    own = connections.make_device("lo")
-    ((loop, listener),) = connections._loops.items()
+    own = gloo._make_device("lo", connections)
+    ((loop, listener),) = connections.loops.items()
     assert gloo._listeners()[listener] == loop
     del own
     assert listener not in gloo._listeners()
 
 
 def test_what_has_the_number_of_a_loop_that_is_closed_stays_open():
-    connections, ports = Connections(), listening_ports().keys()
-    device = connections.make_device("lo")
-    ((loop, listener),) = connections._loops.items()
+    before = gloo._listeners().keys()
+    ports = listening_ports().keys()
+    device = dist.ProcessGroupGloo.create_device(interface="lo")
+    ((listener, loop),) = [(inode, loop) for inode, loop in gloo._listeners().items() if inode not in before]
     (port,) = listening_ports().keys() - ports
-    # As if a group that is gone had a listener with this descriptor.
-    connections._loops = {loop: listener - 1}
-    connections.close_listeners()
+    with gloo._listener_filter.while_connecting() as connections:
+        # As if a group that could not be created had a listener with this descriptor.
+        connections.loops[loop] = listener - 1
     assert lets_in(port, 30)
     del device
 
 
-def test_a_socket_that_another_thread_opens_while_connections_are_ended_stays_open(monkeypatch):
-    with select.epoll() as loop, socket.create_server(("127.0.0.1", 0)) as listener:
-        own = socket.create_connection(listener.getsockname())
-        strange = socket.create_connection(listener.getsockname())
-        _first, (its_peer, _) = listener.accept(), listener.accept()
-        for each in (listener, own):
-            loop.register(each)
-        number, copy = own.fileno(), os.dup
+def test_a_socket_that_another_thread_opens_while_connections_are_cut_stays_open(monkeypatch):
+    own, _other = socket.socketpair()
+    strange, its_peer = socket.socketpair()
+    number, inode, see = own.fileno(), os.fstat(own.fileno()).st_ino, os.stat
 
-        def copied(file: int) -> int:
-            if file == number:
-                os.dup2(strange.fileno(), number)  # the connection is closed meanwhile, and another has its number
-            return copy(file)
+    def seen(path, *arguments, **options):
+        found = see(path, *arguments, **options)
+        if path == f"/proc/self/fd/{number}" and found.st_ino == inode:
+            os.dup2(strange.fileno(), number)  # the connection is closed meanwhile, and another has its number
+        return found
 
-        connections = Connections()
-        connections._loops = {loop.fileno(): os.fstat(listener.fileno()).st_ino}
-        kept = copy(number)
-        monkeypatch.setattr(gloo.os, "dup", copied)
-        connections.end_waits()
-        its_peer.sendall(b"still open")
-        assert strange.recv(100) == b"still open"
-        os.close(kept)
+    connections = gloo.Connections()
+    connections.inodes = {inode}
+    monkeypatch.setattr(gloo.os, "stat", seen)
+    connections.cut()
+    its_peer.sendall(b"still open")
+    assert strange.recv(100) == b"still open"
 
 
-@pytest.fixture
-def warnings(monkeypatch, caplog):
-    """The texts of warnings of this test, as if this were the first group of the process."""
-    monkeypatch.setattr("hvdlite.comm.gloo.warn_that", (gloo.warn_that.__wrapped__))
-    monkeypatch.setattr("hvdlite.comm.torch_factory.warn_that", (gloo.warn_that))
-    monkeypatch.setattr(logging.getLogger("hvdlite"), "propagate", True)
-    with caplog.at_level(logging.WARNING):
-        yield lambda: {record.getMessage() for record in caplog.records}
-
-
-def total_of_two() -> list[float]:
-    store = dist.HashStore()
-
-    def total(rank: int) -> float:
-        ones = torch.ones(3)
-        engine = SubsetEngineFactory(ranks_of(store, rank, 2), "gloo", range(2)).open()
-        engine.allreduce([ones], dist.AllreduceOptions()).wait()
-        engine.close()
-        return float(ones.sum())
-
-    return attempt_threads(2, total)
-
-
-def test_nothing_is_lost_with_this_torch(on_loopback, warnings):
-    assert total_of_two() == [6.0, 6.0]
-    assert warnings() == set()
-
-
-def test_a_torch_whose_gloo_listens_in_another_way_is_named_with_what_is_lost(on_loopback, monkeypatch, warnings):
-    # As if its sockets were not in event loops, or /proc were not mounted.
-    monkeypatch.setattr(gloo, "_event_loops", set)
-    assert total_of_two() == [6.0, 6.0]
-    (said,) = warnings()
-    assert said.startswith(f"gloo of torch {torch.__version__} on this system: operations with a lost rank last until")
-    assert "\n" not in said
-
-
-def test_a_system_that_cannot_filter_packets_is_named_with_what_is_lost(on_loopback, monkeypatch, warnings):
-    monkeypatch.setattr(gloo, "_SO_ATTACH_FILTER", 10_000)
-    assert total_of_two() == [6.0, 6.0]
-    (said,) = warnings()
-    assert "ports stay open to connections of other programs" in said
-
-
-def test_a_torch_whose_gloo_connects_before_it_returns_is_named_with_what_is_lost(on_loopback, monkeypatch, warnings):
-    create = dist.ProcessGroupGloo.create_device
-    monkeypatch.setattr(
-        dist.ProcessGroupGloo, "create_device", lambda interface, lazy_init: create(interface=interface)
+def test_a_torch_whose_gloo_listens_in_another_way_is_named_with_what_is_lost(on_loopback, monkeypatch):
+    monkeypatch.setattr(gloo, "_DEVICE_ATTEMPTS", 2)
+    # As if its loops waited for other events, or /proc were not mounted.
+    monkeypatch.setattr(gloo, "_EPOLL_EVENTS_OF_GLOO", 0x1)
+    words = (
+        rf"^hvdlite does not find the socket on which gloo of torch {re.escape(torch.__version__)} listens, in /proc"
     )
-    assert total_of_two() == [6.0, 6.0]
-    (said,) = warnings()
-    assert said.endswith("waited for until a timeout: no lazy_init")
+    with pytest.raises(CommunicationError, match=words):
+        gloo.make_devices(gloo.Connections())
 
 
 def test_a_rank_that_is_lost_while_gloo_connects_is_a_communication_error(monkeypatch):

@@ -26,7 +26,7 @@ def fail(*_, **__):
     raise OSError(24, "Too many open files")
 
 if hvd.rank() == 1:
-    where = {"duplicate": Group, "make_device": gloo.Connections, "_make_context": setup}[sys.argv[2]]
+    where = {"duplicate": Group, "_make_device": gloo, "_make_context": setup}[sys.argv[2]]
     setattr(where, sys.argv[2], fail)
 torch.manual_seed(0)
 model = torch.nn.Linear(2, 1)
@@ -44,7 +44,7 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize("where", ["duplicate", "make_device", pytest.param("_make_context", marks=pytest.mark.night)])
+@pytest.mark.parametrize("where", ["duplicate", "_make_device", pytest.param("_make_context", marks=pytest.mark.night)])
 def test_a_rank_that_ends_while_an_engine_opens_is_named_by_the_others(launch, where):
     code, out, err = _run(launch, "ends", where)
     assert code == 3, err
@@ -57,7 +57,7 @@ def test_a_rank_that_ends_while_an_engine_opens_is_named_by_the_others(launch, w
     ("where", "why"),
     [
         ("duplicate", "OSError: [Errno 24] Too many open files"),
-        ("make_device", "this process has too many open files: close some"),
+        ("_make_device", "this process has too many open files: close some"),
     ],
 )
 def test_the_error_of_a_rank_that_fails_to_open_its_part_is_told_on_every_rank(launch, where, why):
@@ -81,7 +81,7 @@ def test_where_a_rank_cannot_map_the_memory_of_others_all_use_gloo_and_one_warni
 def _run(launch, how: str, where: str) -> tuple[int, str, str]:
     job = launch(
         *("-np", "3", "python", "-c", PROGRAM, how, where),
-        env={"OMP_NUM_THREADS": "1", "HVDLITE_SHM": "0" if where == "make_device" else "1"},
+        env={"OMP_NUM_THREADS": "1", "HVDLITE_SHM": "0" if where == "_make_device" else "1"},
     )
     code, out, err = job.ended(PATIENCE_S)
     return code, out.decode(), err.decode()

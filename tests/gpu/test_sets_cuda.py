@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from gpu.test_cuda import RANKS, SHARING, run
 
-from hvdlite.comm.connecting import ConnectingRanks, InitTimeout
+from hvdlite.comm.gloo import ConnectingRanks, InitTimeout
 from hvdlite.comm.torch_factory import SubsetEngineFactory
 from hvdlite.signing import Signer
 

@@ -13,8 +13,8 @@ from ranks import set_of
 from torch import Tensor, nn
 
 import hvdlite as hvd
-from hvdlite.comm.connecting import ConnectingRanks, InitTimeout
 from hvdlite.comm.engine import EngineFactory, SingleRankFactory
+from hvdlite.comm.gloo import ConnectingRanks, InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.comm.hierarchy import HostGroups
 from hvdlite.comm.hierarchy_selection import HierarchicalEngineFactory

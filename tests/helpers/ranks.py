@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from hvdlite.calls.generation import Generation
-from hvdlite.comm.connecting import InitTimeout
 from hvdlite.comm.engine import DelegatingEngine
+from hvdlite.comm.gloo import InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.comm.torch_engine import TorchEngine
 from hvdlite.runtime.process_set import ProcessSet, SetMembership

@@ -19,7 +19,7 @@ from worlds import PLAIN, WorldOfThread, _topology, instead_of_the_world
 
 from hvdlite import faults
 from hvdlite.calls.generation import Generation
-from hvdlite.comm.connecting import InitTimeout
+from hvdlite.comm.gloo import InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.comm.work import Work
 from hvdlite.control.connect import make_controller

@@ -12,7 +12,7 @@ from ranks import attempt_ranks, generation_of, run_ranks
 
 from hvdlite.calls import thread_labels
 from hvdlite.calls.generation import Generation
-from hvdlite.comm.connecting import InitTimeout
+from hvdlite.comm.gloo import InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.control.connect import make_controller
 from hvdlite.environment import Environment

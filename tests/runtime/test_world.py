@@ -127,12 +127,12 @@ def test_a_program_that_ends_waits_for_what_the_garbage_collector_has_found_to_b
 @pytest.mark.parametrize("generation", [2, 3])
 def test_only_the_waits_of_the_generation_that_has_ended_are_ended(generation):
     """A thread that listened for the end of generation 2 may have been held up until generation 3 has begun."""
-    controller, group, of_set, ends = Mock(), Mock(), Mock(), Mock()
+    controller, group, of_set, connecting = Mock(), Mock(), Mock(), Mock()
     sets = SimpleNamespace(groups=lambda: [of_set])
     assignment = RankAssignment(3, 0, 2, 0)
-    own = Mock(assignment=assignment, controller=controller, group=group, sets=sets, ends=ends)
+    own = Mock(assignment=assignment, controller=controller, group=group, sets=sets, connecting=connecting)
     with instead_of_the_world(own):
         world.revoke(generation, "worker 1 was killed")
     for each in (controller, group, of_set):
         assert each.revoke.mock_calls == ([call("worker 1 was killed")] if generation == 3 else [])
-    assert ends.give_up.called == (generation == 3)
+    assert connecting.give_up_begun.called == (generation == 3)

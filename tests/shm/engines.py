@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import ThreadEngineFactory, attempt_threads
 
-from hvdlite.comm.connecting import InitTimeout
+from hvdlite.comm.gloo import InitTimeout
 from hvdlite.shm.setup import exchange_control_blocks, open_segment
 from hvdlite.shm.shm_engine import ShmEngine
 from hvdlite.signing import Signer

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hvdlite.comm.connecting import InitTimeout
+from hvdlite.comm.gloo import InitTimeout
 from hvdlite.shm.control_block import DONE, POSTED
 from hvdlite.shm.futex import fence
 from hvdlite.shm.peers import Peers

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from forked import in_child
 from shm.engines import attempt_threads, begin_all_reduce, run_engines, until
 
-from hvdlite.comm.connecting import InitTimeout
+from hvdlite.comm.gloo import InitTimeout
 from hvdlite.errors import CommunicationError
 from hvdlite.shm import peers
 from hvdlite.shm import segment as segment_module
