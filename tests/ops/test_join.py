@@ -406,11 +406,11 @@ def test_an_optimizer_is_known_to_the_others_before_any_of_them_is_through_with_
 
 
 def test_two_threads_that_make_optimizers_at_once_are_an_error_that_names_both(monkeypatch):
-    inside, refused = threading.Event(), threading.Event()
+    inside, refused, this_thread = threading.Event(), threading.Event(), threading.local()
     take_number = Reducers.take_number
 
     def take_number_slowly(reducers: Reducers, *arguments) -> int:
-        if reducers.group.rank == 0:
+        if this_thread.rank == 0:
             inside.set()
             refused.wait()
         return take_number(reducers, *arguments)
@@ -419,6 +419,7 @@ def test_two_threads_that_make_optimizers_at_once_are_an_error_that_names_both(m
 
     def rank(own: int) -> str:
         told = []
+        this_thread.rank = own
 
         def second() -> None:
             inside.wait()
