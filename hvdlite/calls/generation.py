@@ -121,7 +121,7 @@ class ReducerRegistry:
         self._averaged = kept | {own: (ref(grad), grad._version) for own, grad in grads.items() if grad is not None}
 
     def has_averaged(self, param: Tensor) -> bool:
-        """Whether the parameter's gradient is such an average."""
+        """Whether the parameter's gradient is an average of an optimizer whose groups the parameter has left."""
         averaged, grad = self._averaged.get(id(param)), param.grad
         return grad is not None and averaged is not None and averaged[0]() is grad and averaged[1] == grad._version
 

@@ -155,7 +155,7 @@ class OwnStatus:
 
 @dataclass(frozen=True)
 class HostUsage:
-    """What a host has to do besides: bytes over its network since the job began, None if not known.
+    """How a host's network and GPUs are used: bytes since the job began, of all programs; None if not known.
 
     ``gpus``: the part of the time in which each GPU computes.
     """

@@ -27,7 +27,7 @@ _SHOW_WITHIN_S = 0.5
 
 @dataclass(frozen=True)
 class HostProgress:
-    """What a host has to do. Bytes per second over its network, that of other programs too; None if not known.
+    """How a host's network and GPUs are used: bytes per second, of all programs; None if not known.
 
     ``gpus``: the part of the time in which each GPU computes.
     """
