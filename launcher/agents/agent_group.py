@@ -28,7 +28,7 @@ from ..plan.slots import Slot
 from ..plan.ssh import explain, why_not_there_yet
 from ..plan.worker_environment import job_dir, slot_environment
 from ..store.server import Store
-from ..system import process_tree
+from ..system import open_files, process_tree
 from ..system.network import address_towards, own_address, some_address
 from ..system.status_line import StatusLine
 from ..wire.messages import (
@@ -46,6 +46,8 @@ from .remote_agent import RemoteAgent, local_agent_argv
 from .wait_for_agents import AgentAnswers, wait_for_agents
 
 AGENT_S = 15.0  # how long an agent may take to end all processes on its host
+_FILES_OF_HOST = 3  # the pipes to its ssh client
+_FILES_BESIDES = 16
 _MOST_NAMED = 4
 _LOOPBACK = "127.0.0.1"
 
@@ -92,6 +94,9 @@ class Agents:
             if any(host.label in missing and not host.is_here for host in hosts):
                 status.show(_connecting(missing, len(hosts)))
 
+        remote = sum(not host.is_here for host in hosts)
+        if remote:
+            open_files.require(_FILES_OF_HOST * remote + _FILES_BESIDES, f"connections to {remote} hosts")
         for host, argv in zip(hosts, self._argvs(hosts), strict=True):
             if not host.is_here:
                 log(f"{host.label} is reached by: {shlex.join(argv)}")
@@ -138,6 +143,7 @@ class Agents:
             (argv,) = self._argvs([host])
             with self._lock:
                 if self._connecting.get(label) is attempt:
+                    open_files.require(_FILES_OF_HOST + _FILES_BESIDES, "connections to one more host")
                     self._greet(self._add(host, argv, is_patient=True))
         except LauncherError as error:
             why = str(error)

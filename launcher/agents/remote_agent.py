@@ -25,6 +25,7 @@ from ..errors import ProtocolError, in_words
 from ..plan.hosts import Host
 from ..plan.ssh import SSH_FAILED, killed_by, last_words
 from ..store.server import Store
+from ..system.open_files import as_before
 from ..system.signals import signal_name
 from ..system.terminal_text import one_line
 from ..version import VERSION
@@ -196,7 +197,7 @@ class RemoteAgent:
     def _started(self, argv: list[str]) -> subprocess.Popen[bytes]:
         here = self.host.is_here
         return subprocess.Popen(
-            argv,
+            as_before(argv),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if here else subprocess.PIPE,

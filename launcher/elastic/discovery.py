@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from ..errors import LauncherError, UsageError, in_words
 from ..plan.elastic_spec import DiscoveryScript
 from ..plan.hosts import AUTO, Host, find_this_machine, parse_host
-from ..system import process_tree
+from ..system import open_files, process_tree
 from ..system.signals import signal_name
 from ..system.terminal_text import one_line
 from ..wire.messages import DiscoveryFailed, HostsFound
@@ -145,7 +145,7 @@ def run_script(script: DiscoveryScript, is_closed: Callable[[], bool]) -> bytes:
     The run is killed if it takes too long, prints too much, or ``is_closed`` returns True.
     """
     process = subprocess.Popen(
-        ["/bin/sh", "-c", script.command],
+        open_files.as_before(["/bin/sh", "-c", script.command]),
         cwd=script.cwd,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -207,7 +207,10 @@ def _read_until_end(
         if is_closed():
             return _Fault.CLOSED
         if still_open:
-            select.select(still_open, (), (), _LOOK_S)
+            poll = select.poll()  # unlike `select`, for descriptors above 1023 too
+            for descriptor in still_open:
+                poll.register(descriptor, select.POLLIN)
+            poll.poll(_LOOK_S * 1000)
         else:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=_LOOK_S)

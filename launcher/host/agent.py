@@ -34,7 +34,7 @@ from ..plan.python_command import parse_python
 from ..plan.worker_environment import job_dir, store_socket
 from ..store.cache import Cache
 from ..store.relay import Relay
-from ..system import job_directory, network, process_tree
+from ..system import job_directory, network, open_files, process_tree
 from ..system.machine import machine_id, slots_by_hardware
 from ..system.signals import signals_as_bytes
 from ..version import VERSION
@@ -67,6 +67,8 @@ from .status_collector import StatusCollector
 from .worker_pipes import WorkerOutput, WorkerStdin
 
 _PIPE_BYTES = 1 << 20
+# Of each worker: the ends of its pipes, its connections to the store, a question to it, and the pidfds of its threads.
+_FILES_OF_WORKER = 10
 _WHICH = "choose one with --network-interface"
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -252,6 +254,7 @@ class Agent:
         if job is None or not job.started.isdisjoint(workers):
             raise ProtocolError("the launcher started workers of no job, or one of them twice")
         job.started.update(workers)  # in place: the cache knows this set
+        open_files.allow(_FILES_OF_WORKER * len(workers))
         self._start_anew(job, {number: own for number, own in workers.items() if not self._is_forked(job, number, own)})
 
     def _is_forked(self, job: HostJob, number: int, own: Mapping[str, str]) -> bool:

@@ -20,6 +20,8 @@ from dataclasses import replace
 
 from hvdlite_wire.worker_status import HostUsage
 
+from ..system.open_files import as_before
+
 _EACH_S = 10.0
 _READ_BYTES = 1 << 14
 _MOST_BYTES = 1 << 18
@@ -74,7 +76,10 @@ class HostLoad:
     def _ask_for_gpus(self) -> None:
         try:
             asked = subprocess.Popen(
-                ["sh", "-c", _QUERY], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                as_before(["sh", "-c", _QUERY]),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
             )
         except OSError:  # no process can be started now
             self._query_at = None

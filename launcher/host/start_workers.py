@@ -18,7 +18,7 @@ from typing import IO
 
 from ..errors import in_words
 from ..plan.worker_environment import OWN_VARIABLES, HostEnvironment, variables_set
-from ..system import process_tree
+from ..system import open_files, process_tree
 from ..system.machine import usable_cores
 from ..wire.messages import Refused, StartJob, Stream
 
@@ -85,7 +85,7 @@ def start_workers(
     interface towards the job's other hosts.
     """
     command, common = command_of(job), common_environment(job, job_dir, interface)
-    set_up = process_tree.dying_with_parent()
+    set_up = open_files.setting_back(process_tree.dying_with_parent())
     for number, own in workers.items():
         environment = {**common, **own}
         try:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from ..system.open_files import as_before
 from ..system.signals import signal_name
 from .hosts import Host
 
@@ -97,7 +98,9 @@ class Ssh:
 def _configured(program: str, words: list[str]) -> dict[str, str]:
     """Returns ssh's configuration for a host; empty if ssh cannot be run, which starting the agent will report."""
     try:
-        asked = subprocess.run([program, "-G", *words], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        asked = subprocess.run(
+            as_before([program, "-G", *words]), stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
     except OSError:
         return {}
     lines = asked.stdout.decode(errors="replace").lower().splitlines()

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from hvdlite_wire.safe_paths import write_all, write_file
 
 from ..errors import UsageError, why_not_written
+from ..system.open_files import allow
 from ..wire.messages import Output, Stream
 
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
@@ -69,6 +70,7 @@ class OutputFiles(OutputRecord):
         self._told: set[str] = set()  # why files cannot be written: a full disk is told once, and not for each file
         digits = len(str(max(ranks.values(), default=0)))
         try:
+            allow(len(_STREAMS) * len(ranks))
             for number, rank in ranks.items():
                 self._create(number, f"rank.{rank:0{digits}}")
             if first is not None:

@@ -57,6 +57,38 @@ def test_few_open_files_are_enough_or_told_in_one_line(few, tmp_path):
     assert code == 0 or few < 39
 
 
+# In the place of ssh: each host is this machine. Notes the limit that it has.
+REACH = """#!/bin/sh
+ulimit -S -n >>"$0.limits"
+for command; do :; done
+exec sh -c "$command"
+"""
+
+
+@pytest.mark.parametrize(("count", "hard"), [(2, 400), (8, 40)], ids=["few", "many"])
+def test_open_files_for_all_hosts_are_allowed_or_told_before_anything_starts(count, hard, tmp_path):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))
+
+    reach, printed, tmp = (tmp_path / name for name in ("reach", "printed", "tmp"))
+    tmp.mkdir()
+    reach.write_text(REACH)
+    reach.chmod(0o700)
+    hosts = ",".join(f"host{number}:1" for number in range(count))
+    job = [*RUN, "-H", hosts, "--ssh-program", str(reach), "sh", "-c", f"ulimit -S -n >>{printed}"]
+    code, said = ended(job, tmp, preexec_fn=limit)
+    limits = Path(f"{reach}.limits")
+    if count == 2:
+        assert code == 0, said
+        assert limits.read_text() == printed.read_text() == "40\n" * 2
+    else:
+        assert code == 1
+        assert said.startswith("hvdlite-run: connections to 8 hosts need ")
+        assert "the limit is 40: raise it" in said
+        assert said.count("\n") == 1
+        assert not limits.exists()
+
+
 def _outermost_closed(path):
     closed = [parent for parent in path.parents if not parent.stat().st_mode & 0o001]
     return closed[-1] if closed else None

@@ -1,6 +1,7 @@
 """Which hosts a script prints, when that is an event, and what is said of a script that fails."""
 
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import pytest
 from hvdlite_launcher.elastic import discovery
 from hvdlite_launcher.elastic.discovery import Discovery, ScriptError, parse_discovered, run_script
 from hvdlite_launcher.plan.elastic_spec import DiscoveryScript
+from hvdlite_launcher.system import open_files
 from hvdlite_launcher.wire.messages import DiscoveryFailed, HostsFound
 
 LIMIT_S = 60
@@ -68,6 +70,12 @@ def test_a_script_runs_where_the_user_was_and_a_process_that_it_leaves_is_ended(
     (tmp_path / "hosts").write_text("a:2\n")
     assert run("sleep 1000 & echo $! >pid; cat hosts", tmp_path) == b"a:2\n"
     assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_a_script_has_the_limit_of_open_files_that_the_launcher_was_started_with(tmp_path, monkeypatch):
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(open_files, "_AT_START", (123, hard))
+    assert run("ulimit -S -n", tmp_path) == b"123\n"
 
 
 def is_running(pid: int) -> bool:

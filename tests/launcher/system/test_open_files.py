@@ -1,0 +1,76 @@
+"""The limit of open files: raised as far as it is needed and allowed, and as before in children."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# Runs what follows in a process that was started with these limits.
+UNDER = """
+import os, resource, subprocess, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+from hvdlite_launcher.errors import LauncherError
+from hvdlite_launcher.system import open_files
+
+def limit():
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+def seen_by(command, **options):
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, **options).stdout.split()
+
+HOW = ["sh", "-c", 'ulimit -S -n; ulimit -H -n; echo "$#" "$1"', "sh", "two words"]
+"""
+
+
+def printed(program: str, soft: int, hard: int) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", UNDER.format(soft=soft, hard=hard) + program],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return done.stdout.splitlines()
+
+
+def test_nothing_changes_where_the_limit_is_far():
+    program = "open_files.allow(40); print(limit()); print(open_files.as_before(HOW) == HOW)"
+    assert printed(program, 256, 512) == ["(256, 512)", "True"]
+
+
+def test_the_soft_limit_is_raised_up_to_the_hard_one_and_children_get_the_old_one():
+    program = """
+open_files.allow(300)
+print(limit())
+kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(300)]
+print(seen_by(open_files.as_before(HOW)))
+print(seen_by(HOW, preexec_fn=open_files.setting_back()))
+print(seen_by(HOW, preexec_fn=open_files.setting_back(lambda: os.write(1, b"and "))))
+print(limit())
+"""
+    child = "['256', '512', '1', 'two', 'words']"
+    assert printed(program, 256, 512) == ["(512, 512)", child, child, f"['and', {child[1:]}", "(512, 512)"]
+
+
+def test_too_low_a_hard_limit_is_told_with_the_way_out():
+    program = """
+try:
+    open_files.require(3000, "connections to 1000 hosts")
+except LauncherError as error:
+    print(error)
+open_files.require(400, "connections to 100 hosts")
+"""
+    (said,) = printed(program, 256, 512)
+    assert said.startswith("connections to 1000 hosts need 30")
+    assert "the limit is 512" in said
+    assert "ulimit -n" in said
+    assert "/etc/security/limits.conf" in said
+
+
+@pytest.mark.parametrize("program", ["open_files.allow(0)", "open_files.require(0, '')"])
+def test_a_limit_that_is_reached_is_an_error_of_the_system(program):
+    taken = "kept = []\ntry:\n    while True: kept.append(os.dup(0))\nexcept OSError: pass\n"
+    caught = f"try:\n    {program}\nexcept OSError as error: kept.clear() or print(error.strerror)"
+    assert printed(taken + caught, 64, 64) == ["Too many open files"]
