@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ..comm.group import Group
 from ..comm.step_clock import RankPace
+from .direct_call import DirectCall
 from .generation import SitsOut
 from .handle import Handle
 from .operation import Kind, Operation, Run
@@ -41,6 +42,15 @@ class Controller(Protocol):
 
         The handle's `wait` returns what ``operation.run`` returns, and raises what it raises.
         """
+        ...
+
+    @property
+    def calls_directly(self) -> bool:
+        """Whether `call_directly` may save time: if all ranks share memory."""
+        ...
+
+    def call_directly(self, group: Group, call: DirectCall) -> Any:
+        """Makes a call among the ranks of ``group``, which has all ranks, and returns its result; raises its error."""
         ...
 
     def join(self, *, average_of_active: bool, stand_in: StandIn, sit_out: SitOut) -> Handle:

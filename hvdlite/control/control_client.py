@@ -12,10 +12,12 @@ which `calls.messages` lists, to them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from .. import forks
 from ..calls.call_sites import places_of_threads
 from ..calls.controller import SitOut, StandIn
+from ..calls.direct_call import DirectCall
 from ..calls.generation import Generation
 from ..calls.handle import Handle
 from ..calls.mailbox import FrameError, Mailbox
@@ -117,6 +119,16 @@ class ControlClient:
             # A joining rank waits until these optimizers are open, and this operation may wait for that rank.
             self._reducers.open_all()
         return self._requests.submit(group, operation)
+
+    @property
+    def calls_directly(self) -> bool:
+        return self._requests.can_vote
+
+    def call_directly(self, group: Group, call: DirectCall) -> Any:
+        if forks.parent is not None:
+            raise forks.refusal(call.describe())
+        self._reducers.open_all()
+        return self._requests.call_directly(group, call)
 
     def join(self, *, average_of_active: bool, stand_in: StandIn, sit_out: SitOut) -> Handle:
         forks.require_rank("hvd.join()")

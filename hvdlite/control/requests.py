@@ -4,6 +4,8 @@
     submit ── may it be voted on? ── the executor votes ── go: run there, at once
                    └─ no ──────────────── no go ────────── a message ── begin, refuse: rank 0 has answered
                                                                      └─ fail_all: the connection to rank 0 has ended
+    call_directly ── the calling thread votes, with its data ── go: the result
+                                                             └─ no go: a message, as above
 
 `control_client` calls it. `voting` explains how a vote is decided, and why both ways lead to one order of operations. A
 ticket is the number of the operation's handle; rank 0's answers carry it.
@@ -11,16 +13,20 @@ ticket is the number of the operation's handle; rank 0's answers carry it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from ..calls.direct_call import DirectCall
 from ..calls.handle import Handle
 from ..calls.messages import CloseRound, MissingRanks, OperationRequest, ToRank0
 from ..calls.operation import Operation
-from ..calls.thread_labels import ThreadLabels
+from ..calls.thread_labels import CallingThread, ThreadLabels
 from ..comm.group import Group
-from ..errors import CommunicationError, list_names
+from ..comm.recorder import OPERATIONS
+from ..errors import CommunicationError, describe_interrupt, list_names
 from ..shm.board import Board
 from .callers import Callers
 from .executor import Executor, Name, Request
@@ -52,7 +58,7 @@ class Requests:
         # None unless all ranks share memory.
         self._voter: Voter | None = None
         self._by_ticket: dict[int, Request] = {}
-        self._names: set[Name] = set()
+        self._names: set[Name | None] = set()
         self._failed: set[int] = set()  # the tickets of those that failed with no answer
         # By ticket: the ranks that had not requested it, as of rank 0's last report.
         self._missing: dict[int, str] = {}
@@ -63,7 +69,7 @@ class Requests:
     def __len__(self) -> int:
         return len(self._by_ticket)
 
-    def open_board(self, board: Board, decide_round: Callable[[int, OperationRequest], None] | None) -> None:
+    def open_board(self, board: Board, decide_round: Callable[[int, OperationRequest | None], None] | None) -> None:
         """Begins to use votes on this board, for calls that all ranks make at the same time.
 
         ``decide_round`` exists on rank 0 only.
@@ -79,31 +85,53 @@ class Requests:
     # -- on the calling thread
 
     def submit(self, group: Group, operation: Operation) -> Handle:
-        handle = Handle(operation.describe())
         if group.size == 1:
+            handle = Handle(operation.describe())
             Request(handle, operation.run, group).carry_out([operation.own], 1, self._executor.recorder)
             return handle
-        ticket, kind, name = int(handle), operation.kind.name, operation.name
-        caller = None
-        if name is None or not operation.has_users_name:
-            caller = self._labels.of_call((group.set_id, kind, name))
-        members = group.ranks if group.set_id else ()
-        same = operation.same
-        ask = OperationRequest(ticket, group.set_id, kind, name, handle.what, members, same, operation.own, caller)
+        return self._submit(group, operation, self._caller(group.set_id, operation))
+
+    def call_directly(self, group: Group, call: DirectCall) -> Any:
+        """Votes for the call on this thread, with its data, and returns what `DirectCall.result` makes of all ranks'.
+
+        Without a go it is requested, and waited for, as the operation that it is.
+        """
+        caller = self._labels.of_call((group.set_id, call.kind.name, None)) if call.name is None else None
+        agreed = call.agreed + repr((call.name, caller and caller.name)).encode()
+        voter = self._voter
+        assert voter is not None, "the caller has asked `can_vote`"
+        name = _name_of(call)
         with self._lock:
-            self._add(handle, group.set_id, operation)
-            handle.while_waiting = partial(self._callers.blocked_in, ticket)
-            handle.timed = self._connection.watch.clock.waiting
-            handle.waits_for = partial(self._waits_for, ticket)
             self._callers.called()
-            call = self._begin_vote(ask)
-            if call is not None:
-                self._voted_ticket = ticket
-                self._executor.put_call(partial(self._vote, operation, group, ask, call))
-            is_taken_care_of = call is not None or self._is_held(partial(self._ask_held, ask))
-        if not is_taken_care_of:
-            self._ask(ask)
-        return handle
+            is_voting = len(agreed) <= MOST_BYTES and self._may_vote(0) and voter.begin()
+            if is_voting and name is not None:
+                self._names.add(name)
+        if not is_voting:
+            return self._submit(group, call.operation(), caller).wait()
+        recorder, since_ns = self._executor.recorder, time.monotonic_ns()
+        try:
+            voter.vote_with_data(agreed, call.tensor)
+            is_timed = self._connection.watch.clock.begin_wait()
+            try:
+                data = voter.data_of_go()
+            finally:
+                if is_timed:
+                    self._connection.watch.clock.end_wait()
+        except BaseException as error:
+            # The vote stands, and this rank goes on with it, as with any call whose wait is interrupted.
+            self._executor.put_call(partial(self._end_direct_vote, group, call, caller))
+            if isinstance(error, KeyboardInterrupt):
+                describe_interrupt(error, call.describe(), "")
+            raise
+        if data is None:
+            return self._request_after_vote(group, call, caller).wait()
+        try:
+            if recorder.is_on:
+                recorder.note_waiting(call.describe(), since_ns, time.monotonic_ns())
+            with recorder.span(OPERATIONS, call.describe()) if recorder.is_on else nullcontext():
+                return call.result(data)
+        finally:
+            self._end_vote(partial(self._names.discard, name))
 
     def say_in_order(self, message: ToRank0) -> None:
         """Sends a message that requests no operation, after everything that was submitted before."""
@@ -111,6 +139,33 @@ class Requests:
             is_held = self._is_held(partial(self._connection.send, message))
         if not is_held and not self._connection.say(message):
             self.fail_all()
+
+    @property
+    def can_vote(self) -> bool:
+        """Whether all ranks share memory."""
+        return self._voter is not None
+
+    def _caller(self, set_id: int, operation: Operation) -> CallingThread | None:
+        """The calling thread, for an operation without a user's name."""
+        name = operation.name
+        if name is not None and operation.has_users_name:
+            return None
+        return self._labels.of_call((set_id, operation.kind.name, name))
+
+    def _submit(self, group: Group, operation: Operation, caller: CallingThread | None) -> Handle:
+        handle = Handle(operation.describe())
+        ask = _ask_for(handle, group, operation, caller)
+        with self._lock:
+            self._add(handle, group.set_id, operation)
+            self._callers.called()
+            call = self._begin_vote(ask)
+            if call is not None:
+                self._voted_ticket = ask.ticket
+                self._executor.put_call(partial(self._vote, operation, group, ask, call))
+            is_taken_care_of = call is not None or self._is_held(partial(self._ask_held, ask))
+        if not is_taken_care_of:
+            self._ask(ask)
+        return handle
 
     def _add(self, handle: Handle, set_id: int, operation: Operation) -> None:
         """Adds a request, under the lock; raises a ValueError if its name is in use."""
@@ -125,23 +180,30 @@ class Requests:
         request = Request(handle, operation.run, self._operation_groups[set_id], name)
         if name is not None:
             self._names.add(name)
-        self._by_ticket[int(handle)] = request
+        ticket = int(handle)
+        self._by_ticket[ticket] = request
+        handle.while_waiting = partial(self._callers.blocked_in, ticket)
+        handle.timed = self._connection.watch.clock.waiting
+        handle.waits_for = partial(self._waits_for, ticket)
 
     def _is_held(self, say: Callable[[], None]) -> bool:
         return self._voter is not None and self._voter.hold(say)
 
-    def _begin_vote(self, ask: OperationRequest) -> bytes | None:
-        """Begins a vote, and returns what is voted on; None if more than the call just noted is in progress."""
-        voter = self._voter
-        if not (
-            voter is not None
-            and ask.set_id == 0
-            and not voter.is_voting
-            and len(self._by_ticket) == 1
+    def _may_vote(self, in_progress: int) -> bool:
+        """Whether no more requests than these are in progress, nothing that runs, and no join. Under the lock."""
+        return (
+            self._voter is not None
+            and not self._voter.is_voting
+            and len(self._by_ticket) == in_progress
             and not self._joins.is_joining
             and self._executor.is_idle
             and self._connection.end_reason is None
-        ):
+        )
+
+    def _begin_vote(self, ask: OperationRequest) -> bytes | None:
+        """Begins a vote, and returns what is voted on; None if more than the call just noted is in progress."""
+        voter = self._voter
+        if voter is None or ask.set_id != 0 or not self._may_vote(1):
             return None
         # All values are of JSON's types, which `repr` distinguishes as JSON does, in half the time.
         thread = ask.caller and ask.caller.name
@@ -183,13 +245,49 @@ class Requests:
             self._executor.begun += is_go
         if not is_go:
             self._ask(ask)
-        if self._voter.say_held() or request is None:
+        self._end_vote(has_asked=request is None)
+        if request is not None:
+            self._executor.carry_out(request, [operation.own] * group.size, group.size)
+
+    def _end_direct_vote(self, group: Group, call: DirectCall, caller: CallingThread | None) -> None:
+        """Goes on with the vote of a thread that was interrupted."""
+        assert self._voter is not None, "a vote has begun"
+        if self._voter.data_of_go() is None:
+            self._request_after_vote(group, call, caller)
+        else:
+            self._end_vote(partial(self._names.discard, _name_of(call)))
+
+    # -- on the thread that has voted
+
+    def _request_after_vote(self, group: Group, call: DirectCall, caller: CallingThread | None) -> Handle:
+        """Requests by a message what this thread has voted on, before the messages that were held meanwhile."""
+        try:
+            operation = call.operation()
+        except BaseException:
+            self._end_vote(partial(self._names.discard, _name_of(call)))
+            raise
+        handle = Handle(operation.describe())
+        ask = _ask_for(handle, group, operation, caller)
+
+        def request() -> None:
+            self._names.discard(_name_of(call))
+            self._add(handle, group.set_id, operation)
+            self._ask_held(ask)
+
+        self._end_vote(request, has_asked=True)
+        return handle
+
+    def _end_vote(self, before: Callable[[], object] = lambda: None, *, has_asked: bool = False) -> None:
+        """Sends the messages held during the vote; ``before`` is called first, under the lock.
+
+        ``has_asked`` is whether the call that was voted on has been requested by a message.
+        """
+        assert self._voter is not None, "a vote has begun"
+        if self._voter.say_held(before) or has_asked:
             # Rank 0 ignored reports of threads blocked in requests that it receives only now.
             self._callers.report_again()
             if self._connection.end_reason is not None:
                 self.fail_all()
-        if request is not None:
-            self._executor.carry_out(request, [operation.own] * group.size, group.size)
 
     # -- on the listening thread
 
@@ -253,3 +351,22 @@ class Requests:
         """The descriptions of all requests, by ticket."""
         with self._lock:
             return {ticket: request.handle.what for ticket, request in self._by_ticket.items()}
+
+
+def _ask_for(handle: Handle, group: Group, operation: Operation, caller: CallingThread | None) -> OperationRequest:
+    members = group.ranks if group.set_id else ()
+    return OperationRequest(
+        int(handle),
+        group.set_id,
+        operation.kind.name,
+        operation.name,
+        handle.what,
+        members,
+        operation.same,
+        operation.own,
+        caller,
+    )
+
+
+def _name_of(call: DirectCall) -> Name | None:
+    return None if call.name is None else (0, call.kind.name, call.name)

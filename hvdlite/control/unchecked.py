@@ -11,9 +11,11 @@ of the ranks belong together: a call while another thread is in one of the same 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from .. import forks
 from ..calls.controller import Controller, SitOut, StandIn
+from ..calls.direct_call import DirectCall
 from ..calls.generation import OneThread
 from ..calls.handle import Handle
 from ..calls.mismatch import words_of_difference
@@ -69,6 +71,13 @@ class UncheckedController:
             except Exception as error:  # noqa: BLE001 - raised by threads that wait for the handle
                 handle.fail(error)
         return handle
+
+    @property
+    def calls_directly(self) -> bool:
+        return False
+
+    def call_directly(self, group: Group, call: DirectCall) -> Any:
+        return self.submit(group, call.operation()).wait()
 
     def join(self, *, average_of_active: bool, stand_in: StandIn, sit_out: SitOut) -> Handle:
         forks.require_rank("hvd.join()")

@@ -13,11 +13,11 @@ join. Until the round is decided it sends no other request. Its threads' calls i
 decision in the order of the calls. So a rank's calls reach the other ranks in their order, by either path.
 
 **Who decides.** Only rank 0's process decides, under one lock, once per round; the board shows which round is open. Its
-executor decides when all ranks have voted. The decision is a go if all digests are equal and the negotiation has
-nothing unsettled: no operation pending, none refused and still to be reported to some rank, no rank joined or ended.
-Otherwise the executor closes the round. Its coordinator closes the open round as soon as something is unsettled, or
-when a rank reports that it has waited long enough. A rank reads the outcome once the round is decided, and never
-changes its vote, so all ranks see the same outcome.
+thread that votes decides when all ranks have voted. The decision is a go if all digests are equal and the negotiation
+has nothing unsettled: no operation pending, none refused and still to be reported to some rank, no rank joined or
+ended. Otherwise it closes the round. Its coordinator closes the open round as soon as something is unsettled, or when a
+rank reports that it has waited long enough. A rank reads the outcome once the round is decided, and never changes its
+vote, so all ranks see the same outcome.
 
 **Why the order of operations is the same on all ranks.** A rank votes only when it has nothing in progress, and starts
 nothing else until it has run the voted call. At a go every rank has voted. So no operation can be before it on one rank
@@ -31,6 +31,11 @@ fails. Ranks wait at most `PATIENCE_S` for a rank that does not vote, and a late
 **Why errors are the same.** A digest covers everything that ranks compare: kind, name, the values that must be equal,
 each rank's own values, and the thread's name if the user gave no name for the call. If these are equal, the negotiation
 would have answered with a go. If they differ, the negotiation gets the requests, and finds the difference.
+
+**Direct calls.** The thread of a call that waits for at most `PAYLOAD_BYTES` votes itself, and writes its data before
+its vote. At a go all data are there, so nothing else can fail or wait: each rank makes the result from them. Everything
+above applies, since the rank counts as voting until it has read the data. A thread that is interrupted in the wait, as
+by Ctrl-C, leaves its vote to the executor.
 """
 
 from __future__ import annotations
@@ -39,8 +44,11 @@ import hashlib
 import threading
 from collections.abc import Callable
 
+from torch import Tensor
+
 from ..calls.messages import OperationRequest
 from ..shm.board import DIGEST_BYTES, Board
+from ..shm.vote_data import VoteData
 
 MOST_BYTES = 1 << 16
 """Most bytes of a call that is voted on; longer calls are sent as messages, which have their own limit."""
@@ -48,6 +56,9 @@ MOST_BYTES = 1 << 16
 # How long a vote waits for the other ranks, and then how often it checks whether the connection has ended.
 PATIENCE_S = 0.01
 _LOOK_S = 0.1
+
+# A vote with data never equals one without: after a go all ranks use the data, or all use the engine.
+_WITH_DATA = b"with data"
 
 
 class Voter:
@@ -59,7 +70,7 @@ class Voter:
         lock: threading.Lock,
         *,
         close_round: Callable[[int], object],
-        decide_round: Callable[[int, OperationRequest], None] | None,
+        decide_round: Callable[[int, OperationRequest | None], None] | None,
         is_over: Callable[[], bool],
     ) -> None:
         """``lock`` is the client's lock, under which it decides how a call is requested.
@@ -74,6 +85,8 @@ class Voter:
         self._is_over = is_over
         # Functions that send the held messages; None if no vote is in progress.
         self._held: list[Callable[[], None]] | None = None
+        # The round of this vote, 0 if none was possible, and the slot of its data.
+        self._direct = 0, board.data
 
     # -- on the calling thread, under the lock
 
@@ -96,35 +109,66 @@ class Voter:
         self._held.append(say)
         return True
 
-    # -- on the executor's thread
+    # -- on the thread that votes: the executor's, or that of a direct call
 
     def vote(self, call: bytes, ask: OperationRequest) -> bool:
         """Votes for a call in the open round; returns whether all ranks make it now. Blocks until the round is decided.
 
         ``ask`` is what rank 0 records for it.
         """
-        board = self._board
-        number = board.open_round
-        if board.is_paused or self._is_over():
+        number = self._open_round()
+        if number == 0:
             return False
-        board.vote(number, hashlib.blake2b(call, digest_size=DIGEST_BYTES).digest())
+        self._board.vote(number, hashlib.blake2b(call, digest_size=DIGEST_BYTES).digest())
+        return self._is_go(number, ask)
+
+    def vote_with_data(self, call: bytes, tensor: Tensor | None) -> None:
+        """Votes for a call in the open round, together with this rank's data; `data_of_go` must follow."""
+        number = self._open_round()
+        # First: a thread that is interrupted here may have voted.
+        self._direct = number, self._board.data
+        if number == 0:
+            return
+        if tensor is not None:
+            self._direct[1].write(tensor.data_ptr(), tensor.nbytes)
+        self._board.vote(number, hashlib.blake2b(call, digest_size=DIGEST_BYTES, person=_WITH_DATA).digest())
+
+    def data_of_go(self) -> VoteData | None:
+        """Returns the data of all ranks if all make the call; else None. Blocks until the round is decided.
+
+        Another thread may call it again. Until `say_held` the data stay as they are.
+        """
+        number, data = self._direct
+        return data if number and self._is_go(number, None) else None
+
+    def say_held(self, before: Callable[[], object] = lambda: None) -> bool:
+        """Ends the vote, and sends the held messages; returns whether there were any.
+
+        ``before`` is called first, under the same lock.
+        """
+        # Under the lock, so that no message overtakes the held ones, and no calling thread can add more of them.
+        with self._lock:
+            before()
+            held, self._held = self._held, None
+            self._direct = 0, self._board.data
+            for say in held or ():
+                say()
+        return bool(held)
+
+    def _open_round(self) -> int:
+        """The number of the open round; 0 if this rank must not vote."""
+        number = self._board.open_round
+        return 0 if self._board.is_paused or self._is_over() else number
+
+    def _is_go(self, number: int, ask: OperationRequest | None) -> bool:
         if not self._is_decided_within(number, ask, PATIENCE_S):
             self._close_round(number)
             while not (self._is_over() or self._is_decided_within(number, ask, _LOOK_S)):
                 pass
         # Read after the check for rank 0's end: its earlier decision is valid.
-        return bool(board.outcome(number))
+        return bool(self._board.outcome(number))
 
-    def say_held(self) -> bool:
-        """Ends the vote, and sends the held messages; returns whether there were any."""
-        # Under the lock, so that no message overtakes the held ones, and no calling thread can add more of them.
-        with self._lock:
-            held, self._held = self._held, None
-            for say in held or ():
-                say()
-        return bool(held)
-
-    def _is_decided_within(self, number: int, ask: OperationRequest, timeout_s: float) -> bool:
+    def _is_decided_within(self, number: int, ask: OperationRequest | None, timeout_s: float) -> bool:
         board = self._board
         if self._decide_round is None:
             return board.wait(lambda: board.outcome(number) is not None, timeout_s)

@@ -85,7 +85,7 @@ class Coordinator:
         # to all ranks so rarely that it takes about a thousandth of rank 0's time. Rank 0 itself gets all of them.
         self._paces_interval_s = _PACES_S * max(1.0, (size / _PACES_SIZE) ** 2)
         self._paces_sent_at_s = -math.inf
-        # Guards the negotiation and rank 0's words on the board: rank 0's executor thread decides rounds of votes.
+        # Guards the negotiation and rank 0's words on the board: the thread of rank 0 that votes decides rounds.
         self._lock = threading.Lock()
         self._board: Board | None = None
         self._all = negotiation.scene.everybody
@@ -124,20 +124,23 @@ class Coordinator:
             self._board = board
             board.decide(go=False)
 
-    def decide_round(self, number: int, ask: OperationRequest) -> None:
+    def decide_round(self, number: int, ask: OperationRequest | None) -> None:
         """Decides a round in which all ranks have voted: a go if the votes agree and nothing is unsettled.
 
-        Rank 0's executor calls it.
+        The thread of rank 0 that has voted calls it. ``ask`` is None if the votes came with data: then there is nothing
+        to wait for after a go.
         """
         with self._lock:
             board, negotiation = self._board, self._negotiation
             if board is None or board.open_round != number:
                 return
             go = negotiation.is_settled and board.are_votes_equal()
-            if go:
+            if go and ask is None:
+                negotiation.heard_all(time.monotonic())
+            elif go and ask is not None:
                 # It is kept until all ranks report its end: without the arguments, which may be large.
                 negotiation.begin_voted(replace(ask, members=self._all, same={}, own=None), time.monotonic())
-            board.decide(go=go)
+            board.decide(go=go, has_data=ask is None)
 
     def _close_round(self, number: int) -> None:
         """Closes this round of votes unless it is decided: ranks that voted then send their request as a message."""

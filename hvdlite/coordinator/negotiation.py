@@ -120,9 +120,14 @@ class Negotiation:
 
     def begin_voted(self, ask: OperationRequest, now_s: float) -> None:
         """Notes an operation that all ranks have voted for and now run; the caller checks that nothing is unsettled."""
+        self.heard_all(now_s)
         for rank in ask.members:
-            self.stall.heard(rank, now_s)
             self.scene.under_way[rank].append(ask)
+
+    def heard_all(self, now_s: float) -> None:
+        """Notes that all ranks have voted just now."""
+        for rank in self.scene.everybody:
+            self.stall.heard(rank, now_s)
 
     def has_asked(self, rank: int, ticket: int) -> bool:
         """Whether the rank has an unanswered request with this ticket."""

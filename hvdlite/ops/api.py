@@ -52,6 +52,7 @@ from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set
 from ..values import shown
+from . import direct
 from .allgather_reducescatter import Allgather, Reducescatter
 from .allreduce import Allreduce, SparseAllreduce
 from .alltoall import Alltoall, check_splits
@@ -81,6 +82,9 @@ def allreduce(
 
     The gradient is the same operation on the gradients of all ranks' results, with ``op``, factors and ``compression``.
     """
+    is_plain = average is None and compression is Compression.none and direct.are_one(prescale_factor, postscale_factor)
+    if is_plain and (result := direct.allreduce(tensor, name, op, process_set)) is not None:
+        return result
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
     return _allreduce(ALLREDUCE, tensor, *arguments, compression).differentiable()[0]
 
@@ -311,6 +315,8 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     The first dimension may differ between ranks; the others and the dtype must be equal. A scalar counts as a tensor of
     one element. The gradient of a rank's rows is the average of all ranks' gradients of these rows.
     """
+    if (result := direct.allgather(tensor, name, process_set)) is not None:
+        return result
     return _allgather(ALLGATHER, tensor, name, process_set).differentiable()[0]
 
 
@@ -345,6 +351,8 @@ def broadcast(
     ``root_rank`` is the root's global rank, also in a process set. The gradient is the average of all ranks' gradients
     on the root, and zeros on the others.
     """
+    if (result := direct.broadcast(tensor, root_rank, name, process_set)) is not None:
+        return result
     return _broadcast(tensor, root_rank, name, process_set).differentiable()[0]
 
 
@@ -416,7 +424,9 @@ def _alltoall(
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Returns when every rank has called it."""
     # A value for `own`, so that the controller of HVDLITE_CHECK=0 exchanges values and thereby waits for all ranks.
-    submit(Operation(BARRIER, lambda execution: None, own=0), process_set, []).wait()
+    operation = Operation(BARRIER, lambda execution: True, own=0)
+    if not direct.barrier(operation, process_set):
+        submit(operation, process_set, []).wait()
 
 
 def poll(handle: Handle) -> bool:

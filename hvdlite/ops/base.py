@@ -86,8 +86,10 @@ class Collective(ABC):
 
     def start(self) -> Handle:
         """Requests the collective, and returns at once."""
-        operation = Operation(self.kind, self.run, self.name, self.same(), self.own())
-        return submit(operation, self.process_set, self.sources)
+        return submit(self.operation(), self.process_set, self.sources)
+
+    def operation(self) -> Operation:
+        return Operation(self.kind, self.run, self.name, self.same(), self.own())
 
     def differentiable(self) -> tuple[Tensor, ...]:
         """Requests the collective and waits; gradients flow through the results to the input tensors."""
@@ -152,15 +154,6 @@ def submit(operation: Operation, process_set: ProcessSet, tensors: Sequence[Tens
     """
     check_is_outside(operation.describe())
     streams = [torch.cuda.current_stream(device) for device in {t.device: None for t in tensors if t.is_cuda}]
-    is_inference = torch.is_inference_mode_enabled()
-
-    def run(execution: Execution) -> Any:
-        # With HVDLITE_CHECK=0 it runs on the caller's thread, where a `with torch.device(...)` would choose the device
-        # of the tensors that it makes.
-        with torch.inference_mode(is_inference), torch.no_grad(), torch._C.DisableTorchFunction(), ExitStack() as stack:
-            for stream in reversed(streams):
-                stack.enter_context(torch.cuda.stream(stream))
-            return operation.run(execution)
 
     def take() -> None:
         for stream in streams:
@@ -172,10 +165,25 @@ def submit(operation: Operation, process_set: ProcessSet, tensors: Sequence[Tens
         failed = Handle(operation.describe())
         failed.fail(error)
         return failed
-    handle = world.controller.submit(group, replace(operation, run=run))
+    handle = world.controller.submit(group, in_callers_modes(operation, streams))
     if streams:
         handle.before_taking = take
     return handle
+
+
+def in_callers_modes(operation: Operation, streams: Sequence[torch.cuda.Stream] = ()) -> Operation:
+    """Returns the operation, to be run with these streams, the caller's inference mode and no other mode of torch."""
+    is_inference = torch.is_inference_mode_enabled()
+
+    def run(execution: Execution) -> Any:
+        # With HVDLITE_CHECK=0 it runs on the caller's thread, where a `with torch.device(...)` would choose the device
+        # of the tensors that it makes.
+        with torch.inference_mode(is_inference), torch.no_grad(), torch._C.DisableTorchFunction(), ExitStack() as stack:
+            for stream in reversed(streams):
+                stack.enter_context(torch.cuda.stream(stream))
+            return operation.run(execution)
+
+    return replace(operation, run=run)
 
 
 def compare(group: Group, value: object, what: str) -> list[Any] | None:

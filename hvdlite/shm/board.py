@@ -4,6 +4,9 @@ The vote board: words in shared memory by which the ranks of one host agree on a
 Each rank writes its vote (round and digest) to its own control block. Rank 0 writes the open round, the last round
 decided with "go", and whether votes are paused. A rank waits by checking, spinning, and sleeping at a bell (a futex).
 
+A vote may come with a few bytes of data (`vote_data`): after a go every rank has all ranks' bytes, and needs no further
+word. They lie in slots that take turns with each such go.
+
 Rounds are numbered from 1, and one is open at a time. Each rank may vote once in it. Rank 0's process alone decides the
 round, which opens the next. `control.voting` casts the votes, and the `coordinator` decides them. Each word has one
 writer (rank 0's are written under a lock of the coordinator), except the bells, of which only the change matters.
@@ -16,13 +19,14 @@ import time
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from .control_block import ControlBlock
+from .control_block import VOTE_SLOTS, ControlBlock
 from .futex import fence, reads_in_order, sleep_while, wake
+from .vote_data import VoteData
 
 DIGEST_BYTES = 16
 
 # Offsets in 64-bit words. A vote and its digest share a cache line, and so do rank 0's decisions.
-_VOTE, _DIGEST, _ASLEEP, _OPEN, _GO, _PAUSED, _VOTES_BELL, _DECISION_BELL = 0, 1, 8, 16, 17, 18, 24, 32
+_VOTE, _DIGEST, _ASLEEP, _OPEN, _GO, _PAUSED, _WITH_DATA, _VOTES_BELL, _DECISION_BELL = 0, 1, 8, 16, 17, 18, 19, 24, 32
 
 # As in `peers`: how long a rank with a core of its own checks before it sleeps, and how often a rank yields where there
 # are fewer cores than ranks.
@@ -58,6 +62,9 @@ class Board:
         bells = (_VOTES_BELL, _DECISION_BELL)
         self._bells = [control_blocks[0].board_bytes[bell * 8 : bell * 8 + 4].cast("I") for bell in bells]
         self._bell_addresses = [control_blocks[0].board_address + bell * 8 for bell in bells]
+        # Two: ranks may still read the data of one go while others write those of the next. Before the one after that
+        # every rank votes, and has read the first.
+        self._data = [VoteData(rank, [block.vote_data[slot] for block in control_blocks]) for slot in range(VOTE_SLOTS)]
         self._spins = len(os.sched_getaffinity(0)) >= len(control_blocks)
 
     # -- by any rank
@@ -75,6 +82,12 @@ class Board:
     def is_paused(self) -> bool:
         """Whether rank 0 advises not to vote, because messages are in progress. Read it after `open_round`."""
         return self._of_rank_0[_PAUSED] != 0
+
+    @property
+    def data(self) -> VoteData:
+        """The data that go with the votes of the open round; this rank writes its own before it votes."""
+        # The slot changes with a go alone, for which this rank's vote is needed.
+        return self._data[self._of_rank_0[_WITH_DATA] % VOTE_SLOTS]
 
     def vote(self, number: int, digest: bytes) -> None:
         """Vote in round ``number`` (the open round, or one just decided) for the call with this digest."""
@@ -130,11 +143,15 @@ class Board:
         """Whether all ranks voted for the same call. Every rank must have voted."""
         return all(digest == self._own_digest for digest in self._digests)
 
-    def decide(self, *, go: bool) -> None:
-        """Decide the open round, and open the next. The caller holds the coordinator's lock."""
+    def decide(self, *, go: bool, has_data: bool = False) -> None:
+        """Decide the open round, and open the next. The caller holds the coordinator's lock.
+
+        ``has_data`` is whether the votes of a go came with data.
+        """
         number = self._own[_OPEN]
         if go:
             self._own[_GO] = number
+            self._own[_WITH_DATA] += has_data
             fence()
         self._own[_OPEN] = number + 1
         fence()

@@ -10,6 +10,7 @@
     headers                 of the latest operations: which collective, its arguments, and where the data lies
     board                   the rank's votes on the order of operations, see `board`
     payloads                the data of the latest operations, where they are small
+    vote_data               the data that go with the rank's votes, see `vote_data`
 
 Only its own rank writes a control block. It writes header and data first and raises the counter after them, so readers
 take no lock. A counter has the number of the operation in progress in its upper bits, and how many chunks of it are
@@ -36,7 +37,9 @@ _REASON_START = 512
 _HEADERS_START = 1024
 _BOARD_START = _HEADERS_START + WINDOW * _HEADER_BYTES
 _PAYLOADS_START = 4096
-CONTROL_BLOCK_BYTES = _PAYLOADS_START + WINDOW * PAYLOAD_BYTES
+_VOTE_DATA_START = _PAYLOADS_START + WINDOW * PAYLOAD_BYTES
+VOTE_SLOTS = 2
+CONTROL_BLOCK_BYTES = _VOTE_DATA_START + VOTE_SLOTS * PAYLOAD_BYTES
 
 # An operation's signature: its number; kind, op, dtype, root; elements; and `extra` (a factor).
 SIGNATURE = struct.Struct("=QHHHHQQ")
@@ -71,7 +74,11 @@ class ControlBlock:
         self._signatures = [header[: SIGNATURE.size] for header in self._headers]
         self.payloads = [
             piece.tensor[start : start + PAYLOAD_BYTES]
-            for start in range(_PAYLOADS_START, CONTROL_BLOCK_BYTES, PAYLOAD_BYTES)
+            for start in range(_PAYLOADS_START, _VOTE_DATA_START, PAYLOAD_BYTES)
+        ]
+        self.vote_data = [
+            piece.tensor[start : start + PAYLOAD_BYTES]
+            for start in range(_VOTE_DATA_START, CONTROL_BLOCK_BYTES, PAYLOAD_BYTES)
         ]
         self.payload_addresses = [payload.data_ptr() for payload in self.payloads]
         self.board_bytes = data[_BOARD_START:_PAYLOADS_START]

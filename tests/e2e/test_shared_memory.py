@@ -363,3 +363,50 @@ print("done")
     code, out, err = run(launch, program)
     assert code == 0, err
     assert out.count("done") == 2
+
+
+# Each rank says what its call returned or raised; the one that dies does so at the named point of its second call.
+DIES_IN_CALL = """
+from hvdlite.shm.board import Board
+from hvdlite.shm.vote_data import VoteData
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+hvd.init()
+def dies(owner, name, after):
+    method = getattr(owner, name)
+    def die(*arguments, **named):
+        if after: method(*arguments, **named)
+        os.kill(os.getpid(), signal.SIGKILL)
+    setattr(owner, name, die)
+print("began with", hvd.allreduce(torch.ones(8), op=hvd.Sum)[0].item(), flush=True)
+hvd.barrier()
+if hvd.rank() == VICTIM: dies(POINT)
+try: print("got", hvd.allreduce(torch.ones(8), name="loss", op=hvd.Sum)[0].item(), flush=True)
+except hvd.PeerLostError as error: print("lost", error, flush=True)
+try: hvd.barrier()
+except hvd.PeerLostError as error: print("lost", error, flush=True)
+os._exit(3)
+"""
+
+
+@pytest.mark.night(but=2)
+@pytest.mark.parametrize(
+    ("victim", "point", "first"),
+    [
+        (1, "VoteData, 'write', False", "lost allreduce of 'loss'"),
+        (1, "VoteData, 'write', True", "lost allreduce of 'loss'"),
+        # Its data are there.
+        (1, "Board, 'vote', True", ("got 2.0", "lost allreduce of 'loss'")),
+        (0, "Board, 'vote', True", "lost allreduce of 'loss'"),
+        (0, "Board, 'decide', False", "lost allreduce of 'loss'"),
+        (0, "Board, 'decide', True", ("got 2.0", "lost allreduce of 'loss'")),
+    ],
+)
+def test_a_rank_that_dies_in_a_small_call_is_told_or_its_data_are_used(launch, victim, point, first):
+    code, out, err = run(launch, DIES_IN_CALL.replace("VICTIM", str(victim)).replace("POINT", point), timeout_s=60)
+    assert code, err
+    assert out.count("began with 2.0") == 2
+    words = [line.partition(">:")[2] for line in out.splitlines()]
+    got, barrier = (each for each in words if each.startswith(("got", "lost")))
+    assert got.startswith(first), out
+    assert barrier.startswith("lost barrier"), out
+    assert f"rank {victim}" in barrier

@@ -1,0 +1,41 @@
+"""
+`DirectCall`: a call that waits for its result, with so few data that they go with the vote on it.
+
+    DirectCall ── Controller.call_directly ── all ranks of the host vote for it ── result(all ranks' data)
+                                          └─ no vote, or no go ── operation(), submitted as any other
+
+`ops.direct` makes them, and `control.requests` runs them on the calling thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..shm.vote_data import VoteData
+from .operation import Kind, Operation, describe
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DirectCall:
+    """One rank's call among all ranks.
+
+    ``agreed`` is all that must be equal on all ranks, but the user's ``name``; equal bytes mean that rank 0 would let
+    the operations begin. ``tensor`` has this rank's data, contiguous on the CPU; None if there are none. ``result``
+    makes the result from the data of all ranks. ``operation`` makes the same call as an operation, with the same
+    result. A result is never None.
+    """
+
+    kind: Kind
+    name: str | None
+    agreed: bytes
+    tensor: Tensor | None
+    result: Callable[[VoteData], Any]
+    operation: Callable[[], Operation]
+
+    def describe(self) -> str:
+        """The call's description in messages, such as ``allreduce of 'loss'``."""
+        return describe(self.kind, self.name)

@@ -1,0 +1,338 @@
+"""Small calls whose data go with the vote: the same results and errors as other calls, on the calling thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from worlds import attempt_worlds, run_worlds
+
+import hvdlite as hvd
+from hvdlite.comm.flat_bytes import as_bytes
+from hvdlite.control import voting
+from hvdlite.control.executor import Executor
+from hvdlite.control.voting import Voter
+from hvdlite.runtime import world
+from hvdlite.runtime.world import current_world
+from hvdlite.shm.board import Board
+from hvdlite.shm.vote_data import VoteData
+
+SHARED = "shared memory"
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+WHOLE = [torch.uint8, torch.int8, torch.int32, torch.int64]
+OPS = [hvd.Sum, hvd.Min, hvd.Max, hvd.Product]
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Votes wait for as long as a test may take, so that all calls that ranks make together are direct."""
+    monkeypatch.setattr(voting, "PATIENCE_S", 60.0)
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collects the calls of all ranks that end with a go on their data."""
+    made: list[str] = []
+    data_of_go = Voter.data_of_go
+
+    def note(voter: Voter) -> VoteData | None:
+        data = data_of_go(voter)
+        if data is not None:
+            made.append(threading.current_thread().name)
+        return data
+
+    monkeypatch.setattr(Voter, "data_of_go", note)
+    return made
+
+
+def once_votes_are_open() -> None:
+    """Waits until rank 0 has opened the board: a rank that comes before asks by a message."""
+    while current_world().controller._requests._voter._board.open_round == 0:
+        threading.Event().wait(0.001)
+    hvd.barrier()
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Tensor:
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(rank)) * 3
+    return numbers.to(dtype)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("size", [2, 3])
+def test_results_have_the_bits_of_calls_through_the_engine(size, direct):
+    calls: list[tuple[Callable[..., Any], Callable[..., Any], torch.dtype, dict[str, Any]]] = []
+    for dtype in [*FLOATS, *WHOLE]:
+        calls += [(hvd.allreduce, hvd.allreduce_async, dtype, {"op": op}) for op in OPS]
+    calls += [(hvd.allreduce, hvd.allreduce_async, dtype, {}) for dtype in FLOATS[:2]]
+    for dtype in [*FLOATS, *WHOLE, torch.int16, torch.bool]:
+        calls.append((hvd.allgather, hvd.allgather_async, dtype, {}))
+        calls.append((hvd.broadcast, hvd.broadcast_async, dtype, {"root_rank": size - 1}))
+
+    def rank(own: int) -> int:
+        once_votes_are_open()
+        before = len(direct)
+        for function, begin, dtype, arguments in calls:
+            for shape in [(), (1,), (3, 5), (2, 3, 4)]:
+                tensor = values(shape, dtype, own)
+                expected = hvd.synchronize(begin(tensor, **arguments))
+                got = function(tensor, **arguments)
+                assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+                assert as_bytes(got).equal(as_bytes(expected)), (function, dtype, shape)
+                assert got.data_ptr() != tensor.data_ptr()
+                assert tensor.equal(values(shape, dtype, own))
+        hvd.barrier()
+        return len(direct) - before
+
+    assert min(run_worlds(size, rank, engine=SHARED)) >= 4 * len(calls)
+    assert len(direct) >= size * 4 * len(calls)
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_thread_that_calls_makes_the_result_itself_and_the_executor_does_nothing(direct, monkeypatch):
+    carried_out = []
+    monkeypatch.setattr(Executor, "carry_out", lambda *arguments: carried_out.append(arguments))
+
+    def rank(own: int) -> list[float]:
+        while current_world().controller._requests._voter._board.open_round == 0:
+            threading.Event().wait(0.001)
+        return [hvd.allreduce(torch.tensor(float(own)), name=name).item() for name in ("a", None, "a")]
+
+    assert run_worlds(2, rank, engine=SHARED) == [[0.5] * 3] * 2
+    assert len(direct) == 6
+    assert not any(name.startswith("hvdlite") for name in direct)
+    assert not carried_out
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda x: hvd.allreduce(x.double(), name="x"),
+        lambda x: hvd.allreduce(x.view(2, 2), name="x"),
+        lambda x: hvd.allreduce(x, name="x", op=hvd.Sum),
+        lambda x: hvd.allreduce(x, name="x", prescale_factor=2.0),
+        lambda x: hvd.allreduce(x, name="x", compression=hvd.Compression.fp16),
+        lambda x: hvd.broadcast(x, 0, name="x"),
+    ],
+)
+def test_ranks_that_call_different_things_get_the_error_of_calls_through_the_engine(odd):
+    """Of which only the form of the call differs: `allreduce_async` has no direct form."""
+
+    def rank(own: int, usual: Callable[..., Any]) -> Any:
+        once_votes_are_open()
+        return odd(torch.ones(4)) if own == 1 else usual(torch.ones(4), name="x")
+
+    def begun(x: Tensor, name: str) -> Tensor:
+        return hvd.synchronize(hvd.allreduce_async(x, name=name))
+
+    over = threading.Barrier(2)
+
+    def both(usual: Callable[..., Any]) -> list[str]:
+        outcomes = attempt_worlds(2, lambda own: ended(own, usual), engine=SHARED)
+        assert all(isinstance(outcome, hvd.MismatchError) for outcome in outcomes), outcomes
+        return [str(outcome) for outcome in outcomes]
+
+    def ended(own: int, usual: Callable[..., Any]) -> Any:
+        try:
+            return rank(own, usual)
+        finally:
+            over.wait(60)
+
+    assert both(hvd.allreduce) == both(begun)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_rank_whose_tensor_needs_a_gradient_calls_with_one_whose_tensor_does_not():
+    def rank(own: int) -> tuple[float, float]:
+        once_votes_are_open()
+        x = torch.tensor([2.0 + own], requires_grad=own == 0)
+        total = hvd.allreduce(x, name="x", op=hvd.Sum)
+        with torch.no_grad():
+            again = hvd.allreduce(x, name="x", op=hvd.Sum)
+        assert not again.requires_grad
+        if own == 0:
+            # The other rank's result needs no gradient; its part of the backward pass is a call of its own.
+            total.sum().backward()
+        else:
+            hvd.allreduce(torch.ones(1), name="x.gradient", op=hvd.Sum)
+        return total.item(), again.item()
+
+    assert run_worlds(2, rank, engine=SHARED) == [(5.0, 5.0)] * 2
+
+
+@pytest.mark.usefixtures("patient")
+def test_results_of_inference_mode_are_tensors_of_it():
+    def rank(own: int) -> bool:
+        once_votes_are_open()
+        with torch.inference_mode():
+            results = [hvd.allreduce(torch.ones(1)), hvd.broadcast(torch.ones(1), 0), hvd.allgather(torch.ones(1))]
+        return all(result.is_inference() for result in results)
+
+    assert run_worlds(2, rank, engine=SHARED) == [True] * 2
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_default_device_does_not_change_the_result():
+    def rank(own: int) -> str:
+        once_votes_are_open()
+        x = torch.ones(1)
+        with torch.device("meta"):
+            return hvd.allreduce(x, op=hvd.Sum).device.type
+
+    assert run_worlds(2, rank, engine=SHARED) == ["cpu"] * 2
+
+
+@pytest.mark.usefixtures("patient")
+def test_no_rank_passes_a_barrier_before_all_have_come(direct):
+    here = [0, 0, 0]
+
+    def rank(own: int) -> None:
+        once_votes_are_open()
+        for number in range(1, 20):
+            here[own] = number
+            hvd.barrier()
+            assert min(here) >= number
+            hvd.barrier()
+
+    run_worlds(3, rank, engine=SHARED)
+    assert len(direct) >= 3 * 38
+
+
+def test_a_barrier_of_which_a_rank_is_late_is_one_barrier(monkeypatch):
+    """Without a go it is requested by a message, and that alone is waited for."""
+    monkeypatch.setattr(voting, "PATIENCE_S", 0.0)
+
+    def rank(own: int) -> float:
+        for _ in range(10):
+            hvd.barrier()
+        return hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+    assert run_worlds(3, rank, engine=SHARED) == [3.0] * 3
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_other_threads_call_during_a_direct_call_follows_it():
+    """Another thread of rank 0 calls while the first waits for rank 1, which then makes the calls in this order."""
+    called = threading.Event()
+
+    def rank(own: int) -> list[float]:
+        once_votes_are_open()
+        if own == 1:
+            assert called.wait(60)
+            return [hvd.allreduce(torch.ones(1), name=name, op=hvd.Sum).item() for name in ("first", "second")]
+        voter, handles = current_world().controller._requests._voter, []
+
+        def call_second() -> None:
+            while not voter.is_voting:
+                threading.Event().wait(0.001)
+            handles.append(hvd.allreduce_async(torch.ones(1), name="second", op=hvd.Sum))
+            called.set()
+
+        thread = world._world.starts(call_second, "other")
+        thread.start()
+        first = hvd.allreduce(torch.ones(1), name="first", op=hvd.Sum).item()
+        thread.join()
+        return [first, hvd.synchronize(handles[0]).item()]
+
+    assert run_worlds(2, rank, engine=SHARED) == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_name_that_is_in_use_is_refused_on_both_ways():
+    refused = threading.Barrier(2)
+
+    def rank(own: int) -> float:
+        once_votes_are_open()
+        if own == 0:
+            handle = hvd.allreduce_async(torch.ones(1), name="x", op=hvd.Sum)
+            with pytest.raises(ValueError, match="Requested to allreduce, allgather, or broadcast a tensor with the"):
+                hvd.allreduce(torch.ones(1), name="x", op=hvd.Sum)
+            refused.wait(60)
+            return hvd.synchronize(handle).item()
+        refused.wait(60)
+        return hvd.allreduce(torch.ones(1), name="x", op=hvd.Sum).item()
+
+    assert run_worlds(2, rank, engine=SHARED) == [2.0] * 2
+
+
+@pytest.mark.parametrize("goes", [True, False])
+def test_a_call_whose_wait_is_interrupted_goes_on_and_the_ranks_stay_in_step(goes, monkeypatch):
+    """Rank 0 is interrupted between its vote and the decision: the other gets its result, and later calls pair up."""
+    monkeypatch.setattr(voting, "PATIENCE_S", 60.0 if goes else 0.0)
+    wait, interrupted = Board.wait, threading.Event()
+
+    def wait_interrupted(board: Board, is_over: Callable[[], bool], timeout_s: float) -> bool:
+        is_main = not threading.current_thread().name.startswith("hvdlite")
+        if board.rank == 0 and is_armed.is_set() and is_main and not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+        return wait(board, is_over, timeout_s)
+
+    is_armed = threading.Event()
+    monkeypatch.setattr(Board, "wait", wait_interrupted)
+
+    def rank(own: int) -> list[float]:
+        once_votes_are_open()
+        results = []
+        if own == 0:
+            is_armed.set()
+            with pytest.raises(KeyboardInterrupt, match="allreduce of 'x'"):
+                hvd.allreduce(torch.tensor([1.0]), name="x", op=hvd.Sum)
+        else:
+            assert interrupted.wait(60)
+            results.append(hvd.allreduce(torch.tensor([10.0]), name="x", op=hvd.Sum).item())
+        return [*results, *(hvd.allreduce(torch.tensor([value]), op=hvd.Sum).item() for value in (2.0, 3.0))]
+
+    assert run_worlds(2, rank, engine=SHARED) == [[4.0, 6.0], [11.0, 4.0, 6.0]]
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_result_that_cannot_be_made_fails_on_its_rank_alone_and_the_ranks_stay_in_step(monkeypatch):
+    reduced = VoteData.reduced
+
+    def fail_once(data: VoteData, *arguments: Any) -> Tensor:
+        if threading.current_thread() is failing[0]:
+            failing.pop()
+            failing.append(None)
+            raise MemoryError("no memory")
+        return reduced(data, *arguments)
+
+    failing: list[Any] = [None]
+    monkeypatch.setattr(VoteData, "reduced", fail_once)
+
+    def rank(own: int) -> list[float]:
+        once_votes_are_open()
+        if own == 1:
+            failing[0] = threading.current_thread()
+            with pytest.raises(MemoryError):
+                hvd.allreduce(torch.ones(1), name="x", op=hvd.Sum)
+        else:
+            assert hvd.allreduce(torch.ones(1), name="x", op=hvd.Sum).item() == 2.0
+        return [hvd.allreduce(torch.ones(1), name="x", op=hvd.Sum).item() for _ in range(3)]
+
+    assert run_worlds(2, rank, engine=SHARED) == [[2.0] * 3] * 2
+
+
+@pytest.mark.usefixtures("patient")
+def test_results_stay_when_later_calls_write_their_data():
+    def rank(own: int) -> bool:
+        once_votes_are_open()
+        kept = [
+            (hvd.broadcast(torch.full((4,), float(number)), 0), hvd.allgather(torch.full((2,), float(number))))
+            for number in range(6)
+        ]
+        return all(torch.cat(results).eq(float(number)).all().item() for number, results in enumerate(kept))
+
+    assert run_worlds(2, rank, engine=SHARED) == [True] * 2
+
+
+def test_ranks_of_several_hosts_and_process_sets_call_as_ever(direct):
+    def rank(own: int) -> float:
+        return hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+    assert run_worlds(2, rank) == [2.0] * 2
+    assert not direct
