@@ -392,13 +392,13 @@ os._exit(3)
 @pytest.mark.parametrize(
     ("victim", "point", "first"),
     [
-        (1, "VoteData, 'write', False", "lost allreduce of 'loss'"),
-        (1, "VoteData, 'write', True", "lost allreduce of 'loss'"),
+        (1, "VoteData, 'write', False", "lost allreduce"),
+        (1, "VoteData, 'write', True", "lost allreduce"),
         # Its data are there.
-        (1, "Board, 'vote', True", ("got 2.0", "lost allreduce of 'loss'")),
-        (0, "Board, 'vote', True", "lost allreduce of 'loss'"),
-        (0, "Board, 'decide', False", "lost allreduce of 'loss'"),
-        (0, "Board, 'decide', True", ("got 2.0", "lost allreduce of 'loss'")),
+        (1, "Board, 'vote', True", ("got 2.0", "lost allreduce")),
+        (0, "Board, 'vote', True", "lost allreduce"),
+        (0, "Board, 'decide', False", "lost allreduce"),
+        (0, "Board, 'decide', True", ("got 2.0", "lost allreduce")),
     ],
 )
 def test_a_rank_that_dies_in_a_small_call_is_told_or_its_data_are_used(launch, victim, point, first):
@@ -407,6 +407,6 @@ def test_a_rank_that_dies_in_a_small_call_is_told_or_its_data_are_used(launch, v
     assert out.count("began with 2.0") == 2
     words = [line.partition(">:")[2] for line in out.splitlines()]
     got, barrier = (each for each in words if each.startswith(("got", "lost")))
-    assert got.startswith(first), out
-    assert barrier.startswith("lost barrier"), out
+    assert got.replace("Horovod has been shut down. ", "").startswith(first), out
+    assert "barrier failed" in barrier, out
     assert f"rank {victim}" in barrier
