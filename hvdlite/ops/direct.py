@@ -111,12 +111,13 @@ def _is_small(tensor: Any, dtypes: frozenset[torch.dtype]) -> bool:
         type(tensor) is Tensor
         and tensor.is_cpu
         and tensor.dtype in dtypes
+        and _is_ordinary()
+        # Before what tensors without values, or in another form, cannot answer.
+        and is_sendable(tensor)
         and tensor.is_contiguous()
         and 0 < tensor.nbytes <= PAYLOAD_BYTES
         and not (tensor.requires_grad and torch.is_grad_enabled())
         and not tensor.is_neg()
-        and _is_ordinary()
-        and is_sendable(tensor)
     )
 
 
