@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.group import Group
+from ..comm.reduce_op import Sum
 from ..errors import HvdliteError
+from ..ops import api
 from .arguments import (
     count_flag,
     flag,
@@ -42,8 +44,9 @@ RIVALS = ("gloo", "nccl")
 LIMITS = ("link", "copy", "memcpy")
 _BLOCK_S = 0.02
 _MOST_REPEATS = 1000
-# Tensors' worth of memory per case: two tensors, the target of the copy, and the buffers of gloo and hvdlite.
-_TENSORS = 5
+# Tensors' worth of memory per case: three tensors, the result of a call, the target of the copy, and the buffers of
+# gloo and hvdlite.
+_TENSORS = 7
 _SIZES = flag("BYTES,…", read_sizes, "such as 4,64,4K,1M,100M (4 to 256M by factors of 4)")
 _DTYPES = flag("NAME,…", some_of(DTYPES, "a dtype that can be summed"), f"of {', '.join(DTYPES)} (float32)")
 
@@ -132,7 +135,10 @@ def _actions(ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], o
 
 
 def _own_all_reduces(ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], object]]:
-    """Returns hvdlite's all-reduces of a case: of an ordinary tensor, and of one in shared memory if there is any."""
+    """Returns hvdlite's all-reduces of a case: of an ordinary tensor, and of one in shared memory if there is any.
+
+    And `hvd.allreduce`, as a program calls it.
+    """
     dtype = DTYPES[case.about["dtype"]]
     numel = case.about["bytes"] // dtype.itemsize
     tensors = {"hvdlite": torch.zeros(numel, dtype=dtype, device=ranks.device)}
@@ -143,7 +149,9 @@ def _own_all_reduces(ranks: Ranks, group: Group, case: Case) -> dict[str, Callab
     def all_reduce(tensor: Tensor) -> None:
         group.all_reduce(tensor, "all-reduce of the benchmark").wait()
 
-    return {name: _checked(ranks, name, tensor, all_reduce) for name, tensor in tensors.items()}
+    actions = {name: _checked(ranks, name, tensor, all_reduce) for name, tensor in tensors.items()}
+    called = torch.zeros_like(tensors["hvdlite any" if "hvdlite any" in tensors else "hvdlite"])
+    return actions | {"hvdlite call": _checked(ranks, "hvdlite call", called, partial(api.allreduce, op=Sum))}
 
 
 def _rivals(ranks: Ranks, case: Case) -> dict[str, Callable[[], object]]:
@@ -161,13 +169,17 @@ def _rivals(ranks: Ranks, case: Case) -> dict[str, Callable[[], object]]:
 
 
 def _checked(ranks: Ranks, name: str, tensor: Tensor, reduce: Callable[[Tensor], object]) -> Callable[[], object]:
-    """Returns ``reduce`` as an action on zeros. Raises HvdliteError if it does not sum ones over the ranks."""
+    """Returns ``reduce`` as an action on zeros. Raises HvdliteError if it does not sum ones over the ranks.
+
+    It returns the sum, unless that is in the tensor.
+    """
     tensor.fill_(1)
-    reduce(tensor)
+    returned = reduce(tensor)
+    total = returned if isinstance(returned, Tensor) else tensor
     # Converted to the dtype, in which small integers wrap around and 16-bit floats round.
     expected = torch.tensor(ranks.size).to(tensor.dtype)
-    if not torch.allclose(tensor.double(), expected.double(), rtol=0.01):
-        raise HvdliteError(f"{name}: the sum of ones over {ranks.size} ranks is wrong on rank {ranks.rank}: {tensor}")
+    if not torch.allclose(total.double(), expected.double(), rtol=0.01):
+        raise HvdliteError(f"{name}: the sum of ones over {ranks.size} ranks is wrong on rank {ranks.rank}: {total}")
     tensor.zero_()
     return partial(reduce, tensor)
 

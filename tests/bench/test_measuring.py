@@ -111,7 +111,7 @@ def test_one_rank_measures_too_and_its_report_goes_through_json():
             (nbytes, dtype, what, 2)
             for nbytes in (64, 4096)
             for dtype in ("float32", "bfloat16")
-            for what in ("hvdlite", "gloo", "memcpy")
+            for what in ("hvdlite", "hvdlite call", "gloo", "memcpy")
         }
         huge = AllReduceComparison([2**50], ["float32"], rounds=2)
         huge.run(ranks)

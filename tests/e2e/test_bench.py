@@ -50,7 +50,7 @@ def test_allreduce_compares_every_size_and_dtype_and_writes_what_it_shows(bench,
         (nbytes, dtype, what, 2)
         for nbytes in (4, 1024, 2**20)
         for dtype in ("float32", "float16")
-        for what in ("hvdlite resident", "hvdlite any", "gloo", "memcpy")
+        for what in ("hvdlite resident", "hvdlite any", "hvdlite call", "gloo", "memcpy")
     }
     assert (found["ranks"], found["complete"], found["device"], found["skipped"]) == (2, True, "cpu", [])
     assert len(re.findall(r"^\[0\]<stdout>:.* hvdlite any ", out, re.MULTILINE)) == 6
@@ -203,7 +203,13 @@ def test_ctrl_c_keeps_what_was_measured(launch, tmp_path, to_ranks):
     assert b"interrupted: this was measured so far" in out
     found = json.loads((tmp_path / "a.json").read_text())
     assert not found["complete"]
-    assert {row["what"] for row in found["rows"]} == {"hvdlite resident", "hvdlite any", "gloo", "memcpy"}
+    assert {row["what"] for row in found["rows"]} == {
+        "hvdlite resident",
+        "hvdlite any",
+        "hvdlite call",
+        "gloo",
+        "memcpy",
+    }
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     job.assert_gone()
 
