@@ -165,6 +165,12 @@ class Layout:
             # If the user drops a gradient, this must not keep its memory.
             state.held = None
 
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of all buckets of CPU tensors."""
+        plans = [bucket.plan for bucket in self.buckets if bucket.plan.device.type == "cpu"]
+        return sum(plan.numel * plan.dtype.itemsize for plan in plans)
+
     def drop_gradients(self) -> None:
         """Sets every parameter's gradient to None."""
         for state in self.states.values():

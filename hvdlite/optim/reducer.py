@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .. import forks
 from ..comm import deferred_close
+from ..comm.flat_bytes import give_back_free_memory
 from ..comm.group import Group
 from ..comm.reduce_op import Sum
 from ..errors import GradientError, NotInitializedError
@@ -48,6 +49,10 @@ number_of_backward = torch._C._current_graph_task_id
 
 # Has autograd call a function at the end of the current backward pass. DDP uses it too.
 _when_backward_ends = torch.autograd.Variable._execution_engine.queue_callback
+
+# In the second step gradients lie in the engine's memory: those of the first are free, and as large as the model.
+_STEP_IN_OWN_MEMORY = 2
+_MANY_BYTES = 2**25
 
 
 class Reducer(GradientListener):
@@ -396,6 +401,8 @@ class Reducer(GradientListener):
         self.state.stepped()
         world.trace.stepped()
         world.reducers.steps[world.trace.optimizer] = world.trace.step
+        if world.trace.step == _STEP_IN_OWN_MEMORY and self.step.plan.layout.host_bytes >= _MANY_BYTES:
+            give_back_free_memory()
         if world.ranks.size > 1:
             world.clock.stepped(world.ranks.set_id)
         point("stepped")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import collections
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +26,9 @@ from training import take_steps, wrap
 import hvdlite as hvd
 from hvdlite.buckets import parameter_check
 from hvdlite.comm import torch_engine
+from hvdlite.comm.flat_bytes import give_back_free_memory
 from hvdlite.comm.group import Group
+from hvdlite.optim import reducer
 
 OPTIM = Path(parameter_check.__file__).parent
 
@@ -243,3 +247,38 @@ def test_two_wires_at_most_are_there_however_slow_the_network_is():
         return compression.made, compression.most, compression.alive
 
     assert run_ranks(1, rank, lambda: LateEngine) == [(3 * LAYERS, 2, 0)]
+
+
+@pytest.mark.parametrize(("least", "expected"), [(1, [2]), (2**25, [])])
+def test_the_memory_of_the_first_steps_gradients_is_given_back_once_if_it_is_much(least, expected, monkeypatch):
+    here = threading.local()
+    monkeypatch.setattr(reducer, "_MANY_BYTES", least)
+    monkeypatch.setattr(reducer, "give_back_free_memory", lambda: here.given_back_in.append(here.step))
+
+    def loss_of(param: Tensor, number: int) -> Tensor:
+        here.step = number
+        return param.sum()
+
+    def rank(group: Group) -> list[int]:
+        here.given_back_in = []
+        param = nn.Parameter(torch.ones(4))
+        take_steps(wrap(group, [param], lr=0.1), partial(loss_of, param), range(1, 5))
+        return here.given_back_in
+
+    assert run_ranks(2, rank) == [expected] * 2
+
+
+def test_free_memory_goes_back_to_the_system():
+    for _ in range(2):
+        # The first ones are mapped by themselves; malloc keeps the second ones, below the one that is still used.
+        tensors = [torch.ones(2**20) for _ in range(32)]
+        last = tensors.pop()
+        tensors.clear()
+    before = resident_bytes()
+    give_back_free_memory()
+    assert before - resident_bytes() > 2**26
+    assert last.sum() == 2**20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
