@@ -3,7 +3,7 @@
 
 Each call checks that the engine is open, starts an operation of the process group, and returns a `TorchWork`, whose
 waits end if the engine is revoked. Over gloo a reduce-scatter, and a small all-reduce of two ranks, is an all-to-all
-and local sums. `torch_factory` makes these engines.
+and local sums; all-to-alls and larger all-gathers of few ranks are `messages`. `torch_factory` makes these engines.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ from torch._C._distributed_c10d import AllToAllOptions
 from .deferred_close import keep_until
 from .engine import Engine, EngineState
 from .flat_bytes import pieces_of
+from .messages import MOST_RANKS, NOT_DONE_YET, Messages
 
 # How often a long wait checks whether the engine was revoked. Usually the operation itself ends in that case.
 _LOOK = timedelta(seconds=0.02)
 
-# The same of a wait for a GPU, which nothing else ends.
-_GPU_LOOK_S = 0.0005
+# The same of a wait for a GPU, which nothing else ends, and of one for the other messages of a swap that has failed.
+_SHORT_LOOK_S = 0.0005
 
 # How long `quiesce` waits for operations of gloo that were revoked: see `Connections.cut`.
 _ENDING_S = 1.0
 
-# c10d's message when a wait times out before the operation is complete.
-_NOT_DONE_YET = "Operation timed out!"
-
 # Gloo sums tensors of two ranks by several messages each way, one after the other. To exchange tensors of up to this
 # size, and add here, takes one, and a third of the processor time.
 _MOST_EXCHANGED_BYTES = 2**18
+
+# Each rank sends an all-gather of at least this size to all others itself. Gloo's passes it on from rank to rank, and
+# does so with less processor time, but at two thirds of the rate of a link.
+_LEAST_SENT_BYTES = 2**16
 
 # Completed works that nobody has waited for are dropped when there are more than this.
 _MOST_PENDING = 64
@@ -71,6 +73,7 @@ class TorchEngine(Engine):
         self._has_nccl = has_nccl
         self._cut = cut
         self._shut_down = shut_down
+        self._messages = Messages(process_group)
         self._pending: set[TorchWork] = set()
         # By device, the last operation on a GPU. Those before it end before it does.
         self._last_on_gpu: dict[torch.device, TorchWork] = {}
@@ -99,7 +102,8 @@ class TorchEngine(Engine):
         own, flat = self.process_group.rank(), tensor.data.view(-1)
         counts = [0 if rank == own else flat.numel() for rank in range(2)]
         received = torch.empty_like(flat)
-        sent = self.alltoall_base(received, flat, counts, counts, AllToAllOptions())
+        work = self.process_group.alltoall_base(received, flat, counts, counts, AllToAllOptions())
+        sent = self._begun(work, flat)
         return _CombinedHere(sent, [received, flat] if own else [flat, received], _COMBINE[op.op], flat)
 
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> TorchWork:
@@ -108,17 +112,33 @@ class TorchEngine(Engine):
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> TorchWork:
         self._state.require_open()
-        return self._begun(self.process_group.allgather(outputs, inputs), inputs[0])
+        ((output,), (input,)) = outputs, inputs
+        if self._sends_to_all(input):
+            return self._begun(self._messages.swap(output, [input] * len(output)), input)
+        return self._begun(self.process_group.allgather(outputs, inputs), input)
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
     ) -> TorchWork:
         self._state.require_open()
+        if self._takes_messages(input):
+            swap = self._messages.swap(pieces_of(output, output_counts), pieces_of(input, input_counts))
+            return self._begun(swap, input)
         return self._begun(self.process_group.alltoall_base(output, input, output_counts, input_counts, opts), input)
 
     def allgather_base(self, output: Tensor, input: Tensor, /) -> TorchWork:
         self._state.require_open()
+        if self._sends_to_all(input):
+            size = self.process_group.size()
+            return self._begun(self._messages.swap(list(output.view(size, *input.shape)), [input] * size), input)
         return self._begun(self.process_group._allgather_base(self._written(output), input), input)
+
+    def _sends_to_all(self, tensor: Tensor) -> bool:
+        """Whether an all-gather of this size is `messages`; equal on all ranks."""
+        return self._takes_messages(tensor) and tensor.nbytes >= _LEAST_SENT_BYTES
+
+    def _takes_messages(self, tensor: Tensor) -> bool:
+        return tensor.is_cpu and self.process_group.size() <= MOST_RANKS
 
     def reduce_scatter_base(
         self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
@@ -216,7 +236,7 @@ class TorchWork:
             try:
                 return self._work.wait(_LOOK)
             except RuntimeError as error:
-                if _NOT_DONE_YET not in str(error):
+                if NOT_DONE_YET not in str(error):
                     raise
             if self.has_ended:
                 return self._work.wait()
@@ -235,8 +255,10 @@ class TorchWork:
                 until_s = time.monotonic() + _ENDING_S
             if until_s is not None and time.monotonic() > until_s:
                 return
-            with contextlib.suppress(RuntimeError):
+            try:
                 self._work.wait(_LOOK)
+            except RuntimeError:
+                time.sleep(_SHORT_LOOK_S)
         self._pending.discard(self)
 
     def require_ended(self) -> None:
@@ -244,7 +266,7 @@ class TorchWork:
         # Not by a wait with a timeout, at whose end NCCL would abort the communicator.
         while not self.has_ended:
             self._state.require_not_revoked()
-            time.sleep(_GPU_LOOK_S)
+            time.sleep(_SHORT_LOOK_S)
         # An operation that has failed has ended, too.
         self.wait()
 

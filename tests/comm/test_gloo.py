@@ -345,10 +345,17 @@ else:
 
 @pytest.mark.night
 @pytest.mark.slow
-def test_a_program_ends_though_gloo_never_ends_an_operation_that_was_sent_in_part(on_loopback):
+@pytest.mark.parametrize("operation", ["a broadcast", "an all-to-all"])
+def test_a_program_ends_though_gloo_never_ends_an_operation_that_was_sent_in_part(on_loopback, operation):
     """Rank 1 reads nothing, so rank 0 cannot send all: gloo forgets such a message when the connection closes."""
+    begin = {
+        "a broadcast": "engine.broadcast([torch.ones(1 << 24)], options)",
+        "an all-to-all": "engine.alltoall_base(torch.empty(1 << 25), torch.ones(1 << 25), [1 << 24] * 2, [1 << 24] * 2,"
+        " AllToAllOptions())",
+    }[operation]
     program = """
 from hvdlite.comm.torch_engine import TorchEngine
+from torch._C._distributed_c10d import AllToAllOptions
 import array, fcntl, termios
 
 def unsent_bytes():
@@ -359,22 +366,22 @@ def unsent_bytes():
 
 options = dist.BroadcastOptions()
 options.rootRank, options.rootTensor = 0, 0
+engine = TorchEngine(group, cut=connections.cut)
 if rank == 1:
     given_up = group.recv([torch.empty(1000)], 0, 7)
     del given_up
     store.set("given up", "")
     store.wait(["sent"])
-    group.broadcast([torch.ones(1 << 24)], options)
+    work = BEGIN
     store.wait(["over"])
     print("ended", flush=True)
     # With an operation in progress: only the end of the other rank is looked at.
     os._exit(0)
 else:
-    engine = TorchEngine(group, cut=connections.cut)
     store.wait(["given up"])
     group.send([torch.ones(1000)], 1, 7).wait()
     store.set("sent", "")
-    work = engine.broadcast([torch.ones(1 << 24)], options)
+    work = BEGIN
     while unsent_bytes() == 0:
         time.sleep(0.01)
     engine.revoke("a rank was lost")
@@ -388,7 +395,7 @@ else:
     del group, engine
     print("ended, blocked:", is_blocked, file=sys.stderr)
     store.set("over", "")
-"""
+""".replace("BEGIN", begin)
     first, second = in_a_job_of_two_processes(program, timedelta(hours=1))
     outcome = first.returncode, first.stdout, second.returncode, second.stdout
     assert outcome == (0, "a rank was lost\n", 0, "ended\n"), first.stderr + second.stderr
