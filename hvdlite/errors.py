@@ -141,8 +141,10 @@ def lack_of(error: BaseException) -> str | None:
         if isinstance(current, OSError) and current.errno in _LACKS:
             return _LACKS[current.errno]
         if isinstance(current, RuntimeError) and not isinstance(current, HvdliteError):
+            line = words_of(current).partition("\n")[0]
             for number, words in _LACKS.items():
-                if words_of(current).partition("\n")[0].endswith(f": {os.strerror(number)}"):
+                # As the system says it, behind the call's name or, in gloo's own checks, a full stop.
+                if line.endswith((f": {os.strerror(number)}", f". {os.strerror(number)}")):
                     return words
         current = current.__cause__
     return None

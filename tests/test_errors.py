@@ -19,7 +19,14 @@ def caused_by(cause: Exception) -> CommunicationError:
     return error
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EMFILE, os.strerror(errno.EMFILE), "f"), RuntimeError(OF_GLOO)])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, os.strerror(errno.EMFILE), "f"),
+        RuntimeError(OF_GLOO),
+        RuntimeError(OF_GLOO.replace(" socket:", "")),
+    ],
+)
 def test_what_the_process_lacks_is_found_behind_any_error(error):
     assert lack_of(error) == lack_of(caused_by(caused_by(error))) == TOO_MANY
 
