@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from .comm.gloo import ConnectingRanks, Connections, InitTimeout, make_gloo, open_proven
+from .comm.gloo import ConnectingRanks, InitTimeout, make_gloo, open_proven
+from .comm.gloo_sockets import Connections
 from .errors import LaunchEnvironmentError
 from .rendezvous.host_address import address_for_others
 from .rendezvous.launcher_store import LauncherStore

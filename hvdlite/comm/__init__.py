@@ -7,7 +7,7 @@ writes this rank's events to its part of a timeline.
 
 Modules import only what stands before them:
 
-    ends < gloo < keepalive < connecting < flat_bytes < deferred_close < engine < messages < torch_engine
+    ends < tcp < gloo_sockets < gloo < flat_bytes < deferred_close < engine < messages < torch_engine
         < torch_factory < hierarchy < recorder < reduce_op < step_clock < work < signed_call
         < group < hierarchy_selection
 """

@@ -1,28 +1,26 @@
 """
 Opens gloo process groups on authenticated connections: each is proven to lead to a rank of this job.
 
-Gloo's listener accepts any peer that connects first and sends a number that is easy to guess, and it stays open as long
-as the group. So `engine`, `runtime.connect_ranks` and `round_trips` open groups in these steps:
+Gloo's listener accepts any peer that connects first and sends a number that is easy to guess. So `torch_factory`,
+`runtime.connect_ranks` and `round_trips` open groups in these steps:
 
-1. All ranks wait in the store until every one is ready (in `engine` by `wait_for_all`). So a stranger has only a few
-   milliseconds to connect.
-2. Gloo listens and connects (`make_gloo`, called within `open_proven`).
-3. The kernel drops all further packets to the listeners, once the ranks have connected.
-4. Each rank sends each other rank a signature with the job's key, which a stranger cannot make.
+1. All ranks wait in the store until every one is ready (`wait_for_all`). So a stranger has only a few milliseconds to
+   connect.
+2. Gloo listens and connects (`make_gloo`, called within `open_proven`), and then nobody else gets in (`gloo_sockets`).
+3. Each rank sends each other rank a signature with the job's key, which a stranger cannot make.
+
+Gloo connects to all ranks before it returns a process group. It waits until its timeout for one that has ended after
+it told the others its address, or whose host cannot be reached. `Connecting` ends that wait. `runtime.elastic_world`
+makes one for each attempt of an elastic job, given up once the generation is revoked, and one for the groups that are
+opened later in the world. Where another host refuses connections, gloo fails at once on the rank that connects:
+`hvdlite_wire.field_types.Refusals` tell hvdlite-run so.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
-import resource
-import socket
-import stat
-import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -32,23 +30,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
 
-from .. import forks
 from ..errors import CommunicationError
-from ..log import log
 from ..signing import TAG_BYTES, Signer
 from .ends import Ends
+from .gloo_sockets import Connections, OpeningGroups, make_devices, while_connecting
 
 # The longest that ranks may be apart after all have connected, even where many share few cores.
 _PROOF_S, _PROOF_S_PER_RANK = 15.0, 0.25
 
-# The shortest timeout that gloo takes.
-_AT_ONCE = timedelta(milliseconds=1)
-
-_SO_ATTACH_FILTER = 26  # linux: asm-generic/socket.h
-_EPOLL_EVENTS_OF_GLOO = 0x19  # EPOLLIN | EPOLLERR | EPOLLHUP, the events of a socket in gloo's loops
-
-# Retries in case another thread opens a listener at the same moment, which is rare.
-_DEVICE_ATTEMPTS = 100
+_PAUSE_S = 0.005
+# Gloo fails within milliseconds; a thread that gets no processor for longer is left alone.
+_MOST_GIVING_UP_S = 5.0
 
 # A process group of torch.distributed, or its gloo backend alone.
 ProcessGroup = TypeVar("ProcessGroup")
@@ -164,16 +156,21 @@ def open_proven(
     fails it passes the group to ``discard``, and raises a CommunicationError that names the ranks whose connections
     lead elsewhere.
     """
+    group: ProcessGroup | None = None
     with ranks.ends.connecting(ranks.global_ranks, ranks.names, ranks.rank):
-        with _listener_filter.while_connecting() as connections:
-            group = make(connections)
-        connections.belong_to(group, ranks.rank, ranks.size)
         try:
+            with while_connecting() as connections:
+                group = make(connections)
+            connections.belong_to(group, ranks.rank, ranks.size)
             on_connected(connections)
-            _prove(group, ranks, label)
+            for device in range(connections.devices):  # each collective uses the next one
+                _prove(group, ranks, f"{label}/{device}")
         except BaseException:
-            connections.cut()
-            discard(group)
+            if group is not None:
+                try:
+                    connections.end_waits()
+                finally:
+                    discard(group)
             raise
     return group, connections
 
@@ -190,45 +187,6 @@ def make_gloo(
     options._threads = 2 * len(options._devices)
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-def make_devices(connections: Connections) -> list[dist.ProcessGroupGloo.Device]:
-    """Returns new gloo devices, which listen at this process's addresses, and adds their loops to ``connections``."""
-    return [_make_device(interface, connections) for interface in _interfaces()]
-
-
-def _interfaces() -> list[str]:
-    """Returns the network interfaces that gloo uses, each for a device of its own; "" lets gloo choose one."""
-    return [each for each in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if each] or [""]
-
-
-def _make_device(interface: str, connections: Connections) -> dist.ProcessGroupGloo.Device:
-    """Returns a new gloo device, whose event loop is added to ``connections``."""
-    is_any_found = False
-    for _ in range(_DEVICE_ATTEMPTS):
-        before = _listeners()
-        if interface:
-            device = dist.ProcessGroupGloo.create_device(interface=interface)
-        else:
-            device = dist.ProcessGroupGloo.create_default_device()
-        new = {inode: loop for inode, loop in _listeners().items() if inode not in before}
-        # The new device's listener is one of them: a single new one must be its own. File descriptors do not tell that,
-        # since its loop may have that of one which another thread has closed meanwhile.
-        if len(new) == 1:
-            connections.loops.update({loop: inode for inode, loop in new.items()})
-            return device
-        is_any_found = is_any_found or bool(new)
-    if not is_any_found:
-        raise CommunicationError(
-            f"hvdlite does not find the socket on which gloo of torch {torch.__version__} listens, in "
-            "/proc/self/fdinfo: so it cannot prove that connections lead to ranks of this job, end waits for a lost "
-            "rank, or see that a network is cut. Mount /proc, or install another version of torch: that of an earlier "
-            "job, if this one is new"
-        )
-    raise CommunicationError(
-        "hvdlite cannot identify gloo's listening socket, because other threads of this process keep opening gloo "
-        "process groups: call hvd.init(), and take the first step of each optimizer, while no other thread opens one"
-    )
 
 
 def _prove(group: Any, ranks: ConnectingRanks, label: str) -> None:
@@ -248,277 +206,77 @@ def _prove(group: Any, ranks: ConnectingRanks, label: str) -> None:
     data = bytes(received.tolist())
     came = [data[other * TAG_BYTES : (other + 1) * TAG_BYTES] for other in others]
     strange = [other for other in others if not ranks.signer.is_signed(came[other], "gloo", label, other, own)]
-    if strange or failure is not None:
-        raise CommunicationError(_words(ranks, strange, [came[other] for other in strange], patience_s, failure))
-
-
-def _words(
-    ranks: ConnectingRanks,
-    strange: Sequence[int],
-    came: Sequence[bytes],
-    patience_s: float,
-    failure: RuntimeError | None,
-) -> str:
+    if not strange and failure is None:
+        return
     who = ", ".join(ranks.names[group_rank] for group_rank in strange[:8]) or "another rank"
-    if any(any(each) for each in came):
+    if any(any(came[other]) for other in strange):
         seen = "the data received from there are not signed with this job's key"
     else:
         seen = f"no data signed with this job's key arrived within {patience_s:g} s"
     line = "" if failure is None else f" ({str(failure).strip().partition(chr(10))[0]})"
-    return (
-        f"{ranks.names[ranks.rank]}: the connection to {who} does not lead there: {seen}. Either that rank has ended: "
+    raise CommunicationError(
+        f"{ranks.names[own]}: the connection to {who} does not lead there: {seen}. Either that rank has ended: "
         "look for its own error. Or another program connected to this host's port first: start the job again, and "
         f"check who else can reach this network{line}"
-    )
+    ) from failure
 
 
-class Connections:
-    """The connections of one gloo process group, identified by the inode numbers of their sockets."""
+class Connecting:
+    """The gloo groups that this process is opening in one generation. Any thread may call its methods."""
 
-    def __init__(self) -> None:
-        # File descriptors of the devices' event loops, each with the inode of its listener; empty without `make_gloo`.
-        self.loops: dict[int, int] = {}
-        self.inodes: set[int] = set()
-        self._pid = os.getpid()
-        # Ends gloo's own waits; see `belong_to`.
-        self._time_out: Callable[[], None] = lambda: None
+    def __init__(self, size: int) -> None:
+        """``size`` is the number of ranks."""
+        self._size = size
+        self.sockets = OpeningGroups()
+        self._over = threading.Event()
+        self._end: list[Callable[[], None]] = []
+        self.is_late = False
+        """Whether the time of `for_at_most` was over before the ranks had connected."""
+        self.addresses_by_rank: dict[int, tuple[str, ...]] = {}
+        """What `own_addresses` has returned on the ranks of several hosts; empty if they do not need it."""
 
-    def belong_to(self, group: Any, rank: int, size: int) -> None:
-        """Name the process group whose operations `cut` ends. This keeps no reference to it."""
-        of_group = weakref.ref(group)
-        others = [other for other in range(size) if other != rank]
+    def on_give_up(self, end: Callable[[], None]) -> None:
+        """Has `give_up` call ``end``, too: it ends operations of a group that is connected already."""
+        self._end.append(end)
 
-        def time_out() -> None:
-            alive = of_group()
-            if alive is not None:
-                _time_out(alive, others)
+    def close(self) -> None:
+        """All is connected, or has failed: `give_up` returns, and does nothing any more."""
+        self._over.set()
 
-        self._time_out = time_out
+    def give_up(self) -> None:
+        """Makes gloo fail to connect, now and until `close`, for which this waits."""
+        self._give_up_while(lambda: True)
 
-    def cut(self) -> None:
-        """End all operations in progress on the connections with an error, here and on the other ranks.
+    def give_up_begun(self) -> None:
+        """Makes gloo fail to connect where it does so now; returns once it has failed, or at `close`.
 
-        It takes a few milliseconds. Data on their way may be lost.
-
-        Gloo does not end an operation of which a message could only be written or read in part before the connection
-        closed: that one is blocked until its timeout, though nothing is transferred any more. (Gloo tells only those
-        that wait for a message to begin.) `deferred_close.keep_until` keeps the group from being destroyed meanwhile.
+        Once the generation has been revoked gloo begins no more, since it cannot read from the ranks' store.
         """
-        if self._pid == os.getpid():
-            time_out, self._time_out = self._time_out, lambda: None
-            time_out()
-        self.shut_down()
-
-    def shut_down(self) -> None:
-        """Shut down the connections, before the group is destroyed. Data already sent still arrive.
-
-        Without this, destroying a group waits for its operations in progress, up to their timeout if another rank never
-        joins them.
-        """
-        for connection in self.sockets():
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        self.inodes.clear()
-
-    def sockets(self) -> Iterator[socket.socket]:
-        """Yields each connected socket, which is open until the next is asked for; none in a forked child.
-
-        A child inherits the connections, but only its parent may change them.
-        """
-        is_own = self.inodes and self._pid == os.getpid()
-        for name in os.listdir("/proc/self/fd") if is_own else ():
-            with contextlib.suppress(OSError):
-                if os.stat(f"/proc/self/fd/{name}").st_ino in self.inodes:
-                    with socket.socket(fileno=os.dup(int(name))) as connection:
-                        # Another thread may have closed that one meanwhile, and opened another.
-                        if os.fstat(connection.fileno()).st_ino in self.inodes:
-                            yield connection
-
-
-def _time_out(group: Any, others: Sequence[int]) -> None:
-    """Make gloo close all connections of the group, which it does when a wait has timed out.
-
-    To shut down the sockets alone would not do. If an operation fails on one connection, gloo drops its buffers on the
-    others. Where data for such a buffer arrive later, gloo reads nothing more from that connection, not even that it
-    was shut down: other operations that wait for it would wait until their timeout.
-
-    So this waits for a message that no rank sends, from each rank in turn: it fails at once where the connection is
-    closed already. (It is also done first: after a shutdown gloo would still answer messages that came before, and
-    block where it cannot.)
-    """
-    for tag in range(len(_interfaces())):  # a message's tag chooses the device
-        for other in others:
-            with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1, dtype=torch.float32, device="cpu")], other, tag).wait(_AT_ONCE)
-
-
-class _ListenerFilter:
-    """Closes gloo's listeners to further connections once the ranks have connected.
-
-    For a group made by `make_gloo` the listeners are known. For any other group they are the new ones, closed only when
-    no thread of this process is connecting any more: closing one too early would leave its ranks waiting.
-
-    While threads connect, the limit of open files is at the system's maximum, because gloo aborts the process when
-    strangers have opened so many connections that no file is left. Gloo keeps these connections, so the limit stays
-    higher if there are many.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._connecting = 0
-        self._had_company = False
-        # Whether a group was opened without `make_gloo`, so that its listeners are not known yet.
-        self._has_unknown = False
-        self._before: set[int] = set()  # the listeners, by their inodes
-        self._files = (0, 0)
-        self._room = 0  # how many more files the process could open before
-
-    def leave_to_parent(self) -> None:
-        self._lock, self._connecting, self._has_unknown = threading.Lock(), 0, False
-
-    def loops_connecting(self) -> list[int]:
-        """Returns the event loops of the groups that threads are opening; see the function of this name."""
-        with self._lock:
-            listeners = _listeners() if self._connecting else {}
-            return [loop for listener, loop in listeners.items() if listener not in self._before]
+        until_s = time.monotonic() + _MOST_GIVING_UP_S
+        self._give_up_while(lambda: bool(self.sockets.addresses) and time.monotonic() < until_s)
 
     @contextlib.contextmanager
-    def while_connecting(self) -> Iterator[Connections]:
-        """Yield a `Connections`, which is filled at the end with those that gloo has made in the block.
+    def for_at_most(self, limit_s: float) -> Iterator[None]:
+        """A context in which gloo connects, and fails after ``limit_s``: by itself it takes five times its timeout."""
+        is_over = threading.Event()
 
-        Without `make_gloo` it stays empty if other threads connected at the same time.
-        """
-        connections = Connections()
-        with self._lock:
-            self._had_company = self._connecting > 0
-            if self._connecting == 0:
-                self._before = set(_listeners())
-                self._files = resource.getrlimit(resource.RLIMIT_NOFILE)
-                self._room = max(0, self._files[0] - _open_files())
-                _allow_files(self._files[1], self._files[1])
-            self._connecting += 1
+        def give_up_late() -> None:
+            if not is_over.wait(limit_s):
+                self.is_late = True
+                self._give_up_while(lambda: not is_over.is_set())
+
+        limit = threading.Thread(target=give_up_late, name="hvdlite-connecting", daemon=True)
+        limit.start()
         try:
-            yield connections
+            yield
         finally:
-            with self._lock:
-                self._connecting -= 1
-                listeners = _listeners()
-                for loop, listener in connections.loops.items():
-                    # Not if the group could not be made: its loop is closed, and may be another one's by now.
-                    if listeners.get(listener) == loop:
-                        connections.inodes |= _filter_listeners(loop)
-                self._has_unknown |= not connections.loops
-                if self._connecting == 0:
-                    if self._has_unknown:
-                        loops = {loop for listener, loop in listeners.items() if listener not in self._before}
-                        connected = {inode for loop in loops for inode in _filter_listeners(loop)}
-                        if not self._had_company:
-                            connections.inodes |= connected
-                    self._has_unknown = False
-                    soft, hard = self._files
-                    _allow_files(max(soft, min(hard, _open_files() + self._room // 2)), hard)
+            is_over.set()
+            limit.join()
 
-
-_listener_filter = _ListenerFilter()
-forks.when_forked(_listener_filter)
-
-
-def _event_loops() -> set[int]:
-    """Returns the file descriptors of this process's epoll instances; gloo has one for each device."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
-                found.add(int(name))
-    return found
-
-
-def _listeners() -> dict[int, int]:
-    """Returns the inodes of the sockets that gloo listens on, each with the file descriptor of its event loop."""
-    return {inode: loop for loop in _event_loops() for _, inode, listens in sockets_of(loop) if listens}
-
-
-def loops_connecting() -> list[int]:
-    """Returns the file descriptors of the event loops of the groups that threads of this process are opening now."""
-    return _listener_filter.loops_connecting()
-
-
-def sockets_of(loop: int, *, also_unconnected: bool = False) -> Iterator[tuple[socket.socket, int, bool]]:
-    """Yields each socket of this gloo loop, open until the next is asked for; its inode; and whether it listens.
-
-    ``also_unconnected``: those too that are about to connect, of which a pair of ranks has not been told yet.
-    """
-    watched = []
-    with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{loop}", encoding="ascii") as info:
-        watched = [line.split() for line in info if line.startswith("tfd:")]
-    for _, fd, _, mask, *rest in watched:
-        if int(mask, 16) != _EPOLL_EVENTS_OF_GLOO and not also_unconnected:
-            continue
-        with contextlib.suppress(OSError):
-            file = os.fstat(int(fd))
-            # What wakes gloo's loop is a pipe. Another thread may have closed the socket, and opened another file.
-            if stat.S_ISSOCK(file.st_mode) and _inode_in(rest) in (None, file.st_ino):
-                with socket.socket(fileno=os.dup(int(fd))) as each:
-                    yield each, file.st_ino, bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def _inode_in(words: Sequence[str]) -> int | None:
-    """Returns the inode that a line of an event loop's fdinfo names; None on systems where it names none."""
-    return next((int(word[4:], 16) for word in words if word.startswith("ino:")), None)
-
-
-def _filter_listeners(loop: int) -> set[int]:
-    """Drop further packets to the listening sockets of this gloo loop; returns the inodes of its connected sockets.
-
-    It does not close the listeners: gloo owns them, and aborts the process where it finds one closed.
-    """
-    connected = set()
-    for each, inode, listens in sockets_of(loop):
-        if listens:
-            _drop_all(each)
-        else:
-            connected.add(inode)
-    return connected
-
-
-def cut_links() -> int:
-    """Drop all further packets from other hosts to this process's gloo connections, as where the network is cut.
-
-    For faults on purpose: it cannot be undone, and later groups have new connections. Returns how many it has cut.
-    """
-    count = 0
-    for loop in _event_loops():
-        for each, _, listens in sockets_of(loop):
-            with contextlib.suppress(OSError):  # gloo has closed it meanwhile
-                is_tcp = each.family in (socket.AF_INET, socket.AF_INET6) and not listens
-                if is_tcp and each.getpeername()[0] != each.getsockname()[0]:
-                    _attach_filter(each)
-                    count += 1
-    return count
-
-
-def _attach_filter(to: socket.socket) -> None:
-    # A classic BPF program of one instruction, "ret #0": keep 0 bytes of each packet.
-    program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0), 8)
-    to.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
-
-
-def _drop_all(listener: socket.socket) -> None:
-    try:
-        _attach_filter(listener)
-    except OSError as error:
-        log.warning(
-            "gloo's port %s stays open to connections of other programs, although their data are ignored: this system "
-            "cannot filter packets (%s)",
-            listener.getsockname()[:2],
-            error,
-        )
-
-
-def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def _allow_files(soft: int, hard: int) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    def _give_up_while(self, is_needed: Callable[[], bool]) -> None:
+        let_in: set[int] = set()
+        while is_needed() and not self._over.wait(_PAUSE_S):
+            with contextlib.suppress(OSError):  # such as too many open files: then it tries again
+                self.sockets.end_waits(self._size, let_in)
+            while self._end:
+                self._end.pop()()

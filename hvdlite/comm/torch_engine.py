@@ -31,7 +31,7 @@ _LOOK = timedelta(seconds=0.02)
 # The same of a wait for a GPU, which nothing else ends, and of one for the other messages of a swap that has failed.
 _SHORT_LOOK_S = 0.0005
 
-# How long `quiesce` waits for operations of gloo that were revoked: see `Connections.cut`.
+# How long `quiesce` waits for operations of gloo that were revoked: see `gloo_sockets.Connections.end_waits`.
 _ENDING_S = 1.0
 
 # Gloo sums tensors of two ranks by several messages each way, one after the other. To exchange tensors of up to this
@@ -64,7 +64,7 @@ class TorchEngine(Engine):
         cut: Callable[[], None] = lambda: None,
         shut_down: Callable[[], None] = lambda: None,
     ) -> None:
-        """``has_nccl``: GPU tensors use NCCL, and not gloo. ``cut`` shuts down gloo's connections.
+        """``has_nccl``: GPU tensors use NCCL, and not gloo. ``cut`` ends gloo's waits.
 
         ``shut_down`` ends the process group, when the engine is closed.
         """

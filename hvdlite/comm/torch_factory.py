@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..errors import CommunicationError, lack_of
 from .engine import Engine, EngineFactory, SingleRankFactory
-from .gloo import ConnectingRanks, Connections, make_gloo, open_proven, wait_for_all
+from .gloo import ConnectingRanks, make_gloo, open_proven, wait_for_all
+from .gloo_sockets import Connections
 from .torch_engine import TorchEngine
 
 WaitUntilSet = Callable[[Store, Sequence[str], timedelta], None]
@@ -51,7 +52,7 @@ class TorchEngineFactory:
         if self._unused_default is None:
             return self._further.open()
         (default, connections), self._unused_default = self._unused_default, None
-        return TorchEngine(default, has_nccl=_has_nccl(self.backend), cut=connections.cut)
+        return TorchEngine(default, has_nccl=_has_nccl(self.backend), cut=connections.end_waits)
 
     def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
         return self._further.among(group_ranks, group_rank, token)
@@ -93,7 +94,7 @@ class SubsetEngineFactory:
             raise CommunicationError(f"{own} could not connect to the other ranks: {why}") from error
         has_nccl = self._backend_of["cuda"] == "nccl"
         return TorchEngine(
-            group, has_nccl=has_nccl, cut=connections.cut, shut_down=partial(_shut_down, group, connections)
+            group, has_nccl=has_nccl, cut=connections.end_waits, shut_down=partial(_shut_down, group, connections)
         )
 
     def _make(self, label: str, connections: Connections) -> dist.ProcessGroup:

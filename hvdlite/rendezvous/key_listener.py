@@ -80,7 +80,7 @@ class KeyListener:
 
 
 class Keepalive(Protocol):
-    """For how long nothing has come from other hosts: `comm.keepalive.Keepalive`."""
+    """For how long nothing has come from other hosts: `Connections` and `OpeningGroups` of `comm.gloo_sockets`."""
 
     @property
     def addresses(self) -> tuple[str, ...]: ...

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,9 +25,8 @@ from hvdlite_wire.store_requests import StoreRequest
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from .. import forks
-from ..comm.connecting import Connecting
-from ..comm.gloo import Connections, open_proven
-from ..comm.keepalive import Keepalive
+from ..comm.gloo import Connecting, open_proven
+from ..comm.gloo_sockets import Connections
 from ..comm.torch_factory import TorchEngineFactory, allow_collectives
 from ..errors import CommunicationError, LaunchEnvironmentError, MismatchError
 from ..rendezvous.host_address import no_connection_between
@@ -65,7 +64,7 @@ def connect_all(
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", _CLEAN_UP_ONLY)
     # torch.distributed was not initialised before, so a default group that exists on failure is ours to destroy.
     process, init_timeout = call.process, call.timeout
-    call.undo.callback(_leave, client, Connections())
+    call.undo.callback(_leave, client)
     infos: Sequence[RankInfo] = ()
     process.connects_since_s = time.monotonic()
     try:
@@ -85,26 +84,24 @@ def connect_all(
             return dist.group.WORLD
 
         has_network = client is not None and len({info.placement.node for info in infos}) > 1
-        if has_network and assignment is not None and assignment.generation > 1:
+        if has_network and connecting is not None and assignment is not None and assignment.generation > 1:
             # In the first generation a host that others do not reach is an error of the job.
-            process.keepalive = connecting
-            if connecting is not None:
-                connecting.addresses_by_rank = {
-                    rank: tuple(info.settings["addresses"]) for rank, info in enumerate(infos)
-                }
+            process.keepalive = connecting.sockets
+            connecting.addresses_by_rank = {rank: tuple(info.settings["addresses"]) for rank, info in enumerate(infos)}
 
         def on_connected(connections: Connections) -> None:
             if connecting is not None:
-                connecting.on_give_up(connections.cut)
+                connecting.on_give_up(connections.end_waits)
             if has_network:
-                process.keepalive = Keepalive(connections)
+                connections.probe()
+                process.keepalive = connections
 
         limit_s = init_timeout.limit.total_seconds()
         with contextlib.nullcontext() if connecting is None else connecting.for_at_most(limit_s):
             default, connections = open_proven(
                 make, dist.destroy_process_group, ranks.connecting, "default", on_connected
             )
-        call.undo.callback(connections.cut)
+        call.undo.callback(connections.end_waits)
     except (LaunchEnvironmentError, MismatchError):
         raise
     except RuntimeError as error:
@@ -120,7 +117,7 @@ def connect_all(
     finally:
         process.connects_since_s = None
     engine_factory = TorchEngineFactory(backend, ranks.connecting, (default, connections))
-    leave = partial(_leave, client, connections)
+    leave = partial(_leave, client, connections.shut_down)
     return make_world(placement, engine_factory, ranks, call, leave, assignment)
 
 
@@ -155,8 +152,8 @@ def _open_store(
     return PrefixStore(f"init{number}", store), None
 
 
-def _leave(client: StoreConnection | None, connections: Connections) -> None:
-    connections.shut_down()
+def _leave(client: StoreConnection | None, shut_down: Callable[[], None] = lambda: None) -> None:
+    shut_down()
     if dist.is_initialized():
         if forks.parent is not None:
             # In a forked child torch forgets the groups, and does not shut down those that it has no names of: NCCL's

@@ -22,9 +22,9 @@ from hvdlite_wire.job_contract import CHAOS
 from hvdlite_wire.store_requests import StoreRequest
 
 from ..calls.generation import Generation
-from ..comm.connecting import Connecting
 from ..comm.engine import SingleRankFactory
-from ..comm.gloo import InitTimeout, cut_links
+from ..comm.gloo import Connecting, InitTimeout
+from ..comm.gloo_sockets import cut_links
 from ..comm.group import Group
 from ..control.unchecked import StandbyController
 from ..errors import CommunicationError

@@ -24,9 +24,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..calls.controller import Controller
 from ..calls.generation import Generation
-from ..comm.connecting import Connecting, own_addresses
 from ..comm.engine import EngineFactory
-from ..comm.gloo import ConnectingRanks, InitTimeout
+from ..comm.gloo import Connecting, ConnectingRanks, InitTimeout
+from ..comm.gloo_sockets import own_addresses
 from ..comm.group import Group
 from ..comm.hierarchy_selection import choose_levels
 from ..comm.work import CollectiveWatch

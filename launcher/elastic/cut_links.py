@@ -4,8 +4,8 @@
     InitFailed ── a rank's own addresses, and the one that refused it ──► RefusedLinks ────┘
 
 `CutLinks`: the ranks would wait in gloo until its timeout. Each worker says for how long nothing has come over its
-connections to other hosts, not even the other kernel's answers to probes (`hvdlite.comm.keepalive`): so a worker that
-computes for long, sleeps or is stopped is never taken for a cut network.
+connections to other hosts, not even the other kernel's answers to probes (`hvdlite.comm.gloo_sockets`): so a worker
+that computes for long, sleeps or is stopped is never taken for a cut network.
 
 `RefusedLinks`: a rank whose connection is refused, as by a firewall, fails at once, and tells who refused it. But a
 rank that has ended refuses connections too, and so does one that has given up its generation a moment before the others

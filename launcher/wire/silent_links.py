@@ -2,7 +2,7 @@
 
     ranks' own addresses, and those from which nothing comes ──► silent_between ──► pairs of hosts, and for how long
 
-Each rank under hvdlite-run has the kernel probe its connections to ranks on other hosts (`hvdlite.comm.keepalive`),
+Each rank under hvdlite-run has the kernel probe its connections to ranks on other hosts (`hvdlite.comm.gloo_sockets`),
 which the other kernel answers whatever its processes do. `causes` and `elastic.cut_links` call it.
 """
 

@@ -12,9 +12,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from hvdlite.comm import connecting, gloo
-from hvdlite.comm.connecting import Connecting
-from hvdlite.comm.gloo import ConnectingRanks, InitTimeout, loops_connecting, open_proven, sockets_of
+from hvdlite.comm import gloo_sockets
+from hvdlite.comm.gloo import Connecting, ConnectingRanks, InitTimeout, open_proven
+from hvdlite.comm.tcp import drop_packets, unanswered_by
 from hvdlite.errors import CommunicationError
 from hvdlite.rendezvous.host_address import refused_by
 from hvdlite.signing import Signer
@@ -56,7 +56,7 @@ def opening(way: str):
             errors.append(error)
 
     with socket.create_server((ITS_ADDRESS[way], 0)) as listener:
-        gloo._drop_all(listener)
+        drop_packets(listener)
         tell_address(store, 0, listener)
         thread = threading.Thread(target=open_it, daemon=True)
         thread.start()
@@ -67,7 +67,7 @@ def opening(way: str):
 
 
 def has_begun(way: str) -> bool:
-    seen = [listens for loop in loops_connecting() for _, _, listens in sockets_of(loop, also_unconnected=True)]
+    seen = [listens for _, _, listens in gloo_sockets.OpeningGroups()._found()]
     return seen.count(True) == 1 and seen.count(False) == (way == "connects")
 
 
@@ -127,28 +127,28 @@ def test_who_refuses_a_connection_is_in_gloos_error():
 
 def test_the_addresses_at_which_gloo_listens_are_those_of_its_interfaces(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
-    before = gloo._listeners()
-    assert connecting.own_addresses() == ("127.0.0.1",)
+    before = gloo_sockets._listeners()
+    assert gloo_sockets.own_addresses() == ("127.0.0.1",)
     # Meanwhile those of groups that earlier tests have made may be closed.
-    until(lambda: set(gloo._listeners()) <= set(before))
+    until(lambda: set(gloo_sockets._listeners()) <= set(before))
 
 
 def test_an_address_that_does_not_answer_is_silent_from_when_it_was_first_seen():
     with opening("connects") as (under_way, thread, _):
         now_s = 100.0
-        under_way._clock = lambda: now_s
-        assert under_way.addresses == ("127.0.0.2",)
-        assert under_way.silences() == {"127.0.0.1": 0.0}
+        under_way.sockets._clock = lambda: now_s
+        assert under_way.sockets.addresses == ("127.0.0.2",)
+        assert under_way.sockets.silences() == {"127.0.0.1": 0.0}
         now_s += 7
-        assert under_way.silences() == {"127.0.0.1": 7.0}
+        assert under_way.sockets.silences() == {"127.0.0.1": 7.0}
         threading.Thread(target=under_way.give_up).start()
         thread.join()
 
 
 def test_a_rank_that_waits_to_be_connected_to_says_where_it_is_and_has_no_silence():
     with opening("is connected to") as (under_way, thread, _):
-        assert under_way.addresses == ("127.0.0.1",)
-        assert under_way.silences() == {}
+        assert under_way.sockets.addresses == ("127.0.0.1",)
+        assert under_way.sockets.silences() == {}
         threading.Thread(target=under_way.give_up).start()
         thread.join()
 
@@ -156,11 +156,11 @@ def test_a_rank_that_waits_to_be_connected_to_says_where_it_is_and_has_no_silenc
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
 def test_the_address_that_does_not_answer_is_in_the_kernels_table(family, address):
     with socket.create_server((address, 0), family=family) as listener, socket.socket(family) as own:
-        gloo._drop_all(listener)
+        drop_packets(listener)
         own.setblocking(False)
         own.connect_ex(listener.getsockname())
-        assert connecting._others({os.fstat(own.fileno()).st_ino}) == {address}
-        assert connecting._others({os.fstat(listener.fileno()).st_ino}) == set()
+        assert unanswered_by({os.fstat(own.fileno()).st_ino}) == {address}
+        assert unanswered_by({os.fstat(listener.fileno()).st_ino}) == set()
 
 
 def test_what_is_connected_already_is_ended_too_and_nothing_is_done_after_all_is_over():
@@ -171,4 +171,4 @@ def test_what_is_connected_already_is_ended_too_and_nothing_is_done_after_all_is
     under_way.on_give_up(lambda: ended.append("another"))
     under_way.give_up()
     assert ended == ["it"]
-    assert under_way.addresses == ()
+    assert under_way.sockets.addresses == ()

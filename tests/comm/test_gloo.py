@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
-import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,11 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ports import lets_in, listening_ports
 from ranks import attempt_threads
 
 from hvdlite.comm import gloo, torch_engine, torch_factory
 from hvdlite.comm.engine import RevokedError
-from hvdlite.comm.gloo import ConnectingRanks, Connections, InitTimeout, make_gloo, open_proven, wait_for_all
+from hvdlite.comm.gloo import ConnectingRanks, InitTimeout, make_gloo, open_proven, wait_for_all
+from hvdlite.comm.gloo_sockets import Connections
 from hvdlite.comm.torch_engine import TorchWork
 from hvdlite.comm.torch_factory import SubsetEngineFactory
 from hvdlite.errors import CommunicationError
@@ -37,32 +36,10 @@ def ranks_of(store: dist.Store, rank: int, size: int, key: bytes = b"key") -> Co
 
 
 def open_group(store: dist.Store, ranks: ConnectingRanks, label: str = "x", discard=lambda group: None):
-    def make(_connections):
-        return dist.ProcessGroupGloo(dist.PrefixStore(label, store), ranks.rank, ranks.size, PATIENCE)
+    def make(connections):
+        return make_gloo(dist.PrefixStore(label, store), ranks.rank, ranks.size, PATIENCE, connections)
 
     return open_proven(make, discard, ranks, label)[0]
-
-
-def listening_ports() -> dict[int, str]:
-    """Returns the TCP ports on which this process listens, with the addresses."""
-    own = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # another thread has just closed it
-            own.add(os.readlink(entry))
-    found = {}
-    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
-        _, local, _, state, *_, inode = [*line.split()[:4], line.split()[9]]
-        if state == "0A" and f"socket:[{inode}]" in own:
-            address, _, port = local.partition(":")
-            found[int(port, 16)] = socket.inet_ntoa(bytes.fromhex(address)[::-1])
-    return found
-
-
-def lets_in(port: int, within_s: float = 0.5) -> bool:
-    """Whether the system accepts a connection; ``within_s`` is generous where it must."""
-    with socket.socket() as stranger:
-        stranger.settimeout(within_s)
-        return stranger.connect_ex(("127.0.0.1", port)) == 0
 
 
 class AtOnce(InitTimeout):
@@ -157,7 +134,7 @@ def test_a_group_that_the_program_opens_meanwhile_stays_as_it_is(on_loopback):
     early.join(60)
     for _, connections in own:
         assert connections.inodes
-        connections.cut()
+        connections.end_waits()
     assert attempt_threads(2, lambda rank: programs[rank].allreduce([torch.ones(1)]).wait()) == [True, True]
 
 
@@ -182,8 +159,8 @@ def test_a_proof_of_another_group_does_not_count(on_loopback):
     store = dist.HashStore()
 
     def attempt(rank: int):
-        def make(_connections):
-            return dist.ProcessGroupGloo(store, rank, 2, PATIENCE)
+        def make(connections):
+            return make_gloo(store, rank, 2, PATIENCE, connections)
 
         return open_proven(make, lambda group: None, ranks_of(store, rank, 2), "this" if rank else "that")
 
@@ -203,6 +180,24 @@ def test_one_who_connects_and_says_nothing_is_an_error_before_long(on_loopback, 
     assert isinstance(outcome, CommunicationError)
     assert "the connection to rank 1 (node1) does not lead there" in str(outcome)
     assert "no data signed with this job's key arrived" in str(outcome)
+
+
+def test_every_device_of_a_group_is_proven(monkeypatch):
+    """A stranger may have got in where one of a host's interfaces listens."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    monkeypatch.setattr("hvdlite.comm.gloo._PROOF_S", 0.2)
+    store = dist.HashStore()
+
+    def attempt(rank: int):
+        if rank == 0:
+            return open_group(store, ranks_of(store, 0, 2))
+        group = dist.ProcessGroupGloo(dist.PrefixStore("x", store), 1, 2, PATIENCE)
+        # It knows what the first device is asked for, and stands for a rank there alone.
+        gloo._prove(group, ranks_of(store, 1, 2), "x/0")
+        return group
+
+    outcome, _half_a_rank = attempt_threads(2, attempt)
+    assert "the connection to rank 1 (node1) does not lead there: no data signed" in str(outcome)
 
 
 def test_files_are_limited_as_before_once_all_are_connected(on_loopback):
@@ -280,7 +275,7 @@ def test_what_is_under_way_ends_with_an_error_once_its_connections_are_cut(on_lo
     program = """
 if rank == 0:
     work = group.allreduce([torch.ones(4)])
-    connections.cut()
+    connections.end_waits()
     try:
         work.wait()
     except RuntimeError:
@@ -314,7 +309,7 @@ else:
 def test_an_operation_on_a_connection_that_gloo_has_stopped_reading_ends_once_it_is_cut(on_loopback):
     program = f"""{BLOCKED}
 if rank == 0:
-    connections.cut()
+    connections.end_waits()
     try:
         work.wait(timedelta(seconds=PATIENCE_S / 2))
     except RuntimeError as error:
@@ -332,7 +327,7 @@ def test_a_program_with_such_a_connection_ends_without_waiting_for_the_timeout(o
     """The timeout of the group's operations is far beyond the test's own patience."""
     program = f"""{BLOCKED}
 if rank == 0:
-    connections.cut()
+    connections.end_waits()
     store.set("over", "")
     del work, group
     print("ended")
@@ -366,7 +361,7 @@ def unsent_bytes():
 
 options = dist.BroadcastOptions()
 options.rootRank, options.rootTensor = 0, 0
-engine = TorchEngine(group, cut=connections.cut)
+engine = TorchEngine(group, cut=connections.end_waits)
 if rank == 1:
     given_up = group.recv([torch.empty(1000)], 0, 7)
     del given_up
@@ -441,7 +436,7 @@ def test_a_forked_child_cuts_no_connection_of_its_parent(on_loopback):
     program = """
 child = os.fork()
 if child == 0:
-    connections.cut()
+    connections.end_waits()
     os._exit(0)
 os.waitpid(child, 0)
 total = torch.ones(1)
@@ -491,70 +486,6 @@ def test_all_waits_of_init_have_one_time_together_and_later_ones_each_their_own(
     assert init_timeout.left() == timedelta(seconds=1)
     init_timeout.end_of_init()
     assert init_timeout.left() == timedelta(seconds=30)
-
-
-def test_a_device_is_told_from_those_that_other_threads_make_and_close_in_the_same_moment(monkeypatch):
-    create, kept = dist.ProcessGroupGloo.create_device, []
-    # Their file descriptors are free again when the new ones are created.
-    closed = [create(interface="lo") for _ in range(3)]
-
-    def create_between_others(**arguments):
-        monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", create)
-        closed.clear()
-        own = create(**arguments)
-        kept.extend(create(interface="lo") for _ in range(3))
-        return own
-
-    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", create_between_others)
-    connections = Connections()
-    own = gloo._make_device("lo", connections)
-    ((loop, listener),) = connections.loops.items()
-    assert gloo._listeners()[listener] == loop
-    del own
-    assert listener not in gloo._listeners()
-
-
-def test_what_has_the_number_of_a_loop_that_is_closed_stays_open():
-    before = gloo._listeners().keys()
-    ports = listening_ports().keys()
-    device = dist.ProcessGroupGloo.create_device(interface="lo")
-    ((listener, loop),) = [(inode, loop) for inode, loop in gloo._listeners().items() if inode not in before]
-    (port,) = listening_ports().keys() - ports
-    with gloo._listener_filter.while_connecting() as connections:
-        # As if a group that could not be created had a listener with this descriptor.
-        connections.loops[loop] = listener - 1
-    assert lets_in(port, 30)
-    del device
-
-
-def test_a_socket_that_another_thread_opens_while_connections_are_cut_stays_open(monkeypatch):
-    own, _other = socket.socketpair()
-    strange, its_peer = socket.socketpair()
-    number, inode, see = own.fileno(), os.fstat(own.fileno()).st_ino, os.stat
-
-    def seen(path, *arguments, **options):
-        found = see(path, *arguments, **options)
-        if path == f"/proc/self/fd/{number}" and found.st_ino == inode:
-            os.dup2(strange.fileno(), number)  # the connection is closed meanwhile, and another has its number
-        return found
-
-    connections = gloo.Connections()
-    connections.inodes = {inode}
-    monkeypatch.setattr(gloo.os, "stat", seen)
-    connections.cut()
-    its_peer.sendall(b"still open")
-    assert strange.recv(100) == b"still open"
-
-
-def test_a_torch_whose_gloo_listens_in_another_way_is_named_with_what_is_lost(on_loopback, monkeypatch):
-    monkeypatch.setattr(gloo, "_DEVICE_ATTEMPTS", 2)
-    # As if its loops waited for other events, or /proc were not mounted.
-    monkeypatch.setattr(gloo, "_EPOLL_EVENTS_OF_GLOO", 0x1)
-    words = (
-        rf"^hvdlite does not find the socket on which gloo of torch {re.escape(torch.__version__)} listens, in /proc"
-    )
-    with pytest.raises(CommunicationError, match=words):
-        gloo.make_devices(gloo.Connections())
 
 
 def test_a_rank_that_is_lost_while_gloo_connects_is_a_communication_error(monkeypatch):

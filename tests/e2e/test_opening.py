@@ -13,7 +13,7 @@ PROGRAM = """
 import os, sys, time
 import torch
 import hvdlite as hvd
-from hvdlite.comm import gloo
+from hvdlite.comm import gloo_sockets
 from hvdlite.comm.group import Group
 from hvdlite.rendezvous.store_client import StoreClient
 from hvdlite.shm import setup
@@ -26,7 +26,7 @@ def fail(*_, **__):
     raise OSError(24, "Too many open files")
 
 if hvd.rank() == 1:
-    where = {"duplicate": Group, "_make_device": gloo, "_make_context": setup}[sys.argv[2]]
+    where = {"duplicate": Group, "_make_device": gloo_sockets, "_make_context": setup}[sys.argv[2]]
     setattr(where, sys.argv[2], fail)
 torch.manual_seed(0)
 model = torch.nn.Linear(2, 1)
