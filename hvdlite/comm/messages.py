@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The tags of messages. A program's own messages on the default process group, and those of `gloo_sockets`, have small ones.
+# The tags of messages. A program's own on the default process group, and those of `gloo_sockets`, have small ones.
 _FIRST_TAG, _TAGS = 2**30, 2**30
 
 # c10d's message when a wait times out before the operation is complete.
