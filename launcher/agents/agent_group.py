@@ -2,8 +2,8 @@
 `Agents`: the agents of all hosts of a job. Starts them in parallel, sends each host's part of the job, and ends them.
 
 An agent is a process on a host, started over ssh or directly; `remote_agent.RemoteAgent` is the launcher's end of the
-connection, with threads that put what the agent sends into one queue of events. Until each agent has answered the
-first message or failed, the function `wait_for_agents` handles these events. Later events are handled by `supervisor`
+connection, which puts what the agent sends into one queue of events. Until each agent has answered the first message or
+failed, the function `wait_for_agents` handles these events. Later events are handled by `supervisor`
 for a job, and by `ask_hosts` for ``--check``.
 """
 
@@ -16,6 +16,7 @@ import shlex
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -42,10 +43,13 @@ from ..wire.messages import (
     StartJob,
     StartWorkers,
 )
+from .connection_loop import ConnectionLoop
 from .remote_agent import RemoteAgent, local_agent_argv
 from .wait_for_agents import AgentAnswers, wait_for_agents
 
 AGENT_S = 15.0  # how long an agent may take to end all processes on its host
+_LOOK_S = 0.05  # how often to look whether an agent that was hung up on has ended
+_MOST_CONNECTORS = 32  # threads that each wait for an ssh that reads the user's configuration
 _FILES_OF_HOST = 3  # the pipes to its ssh client
 _FILES_BESIDES = 16
 _MOST_NAMED = 4
@@ -62,7 +66,10 @@ class Agents:
         self._store = Store() if store is None else store
         self._agents: dict[RemoteAgent, str] = {}  # and the token of each one's job directory
         self._numbers = itertools.count()
+        self._loop = ConnectionLoop()
         self._connecting: dict[str, object] = {}  # for each host that is being connected to, what the thread holds
+        self._to_connect: deque[tuple[str, int, object]] = deque()
+        self._connectors = 0  # threads
         self._leaving: list[RemoteAgent] = []  # those that were hung up on while the job runs, and have not ended
         self._failed_here: list[str] = []  # tokens of agents on this machine that could not clean up
         self._lock = threading.Lock()
@@ -89,14 +96,14 @@ class Agents:
         status = StatusLine()
         log = status.say if self._job.verbose else lambda _: None
 
+        far = {host.label for host in hosts if not host.is_here}
+
         def show_missing(missing: Collection[str]) -> None:
-            # Those of the launcher's own machine answer at once.
-            if any(host.label in missing and not host.is_here for host in hosts):
+            if not far.isdisjoint(missing):  # those of the launcher's own machine answer at once
                 status.show(_connecting(missing, len(hosts)))
 
-        remote = sum(not host.is_here for host in hosts)
-        if remote:
-            open_files.require(_FILES_OF_HOST * remote + _FILES_BESIDES, f"connections to {remote} hosts")
+        if far:
+            open_files.require(_FILES_OF_HOST * len(far) + _FILES_BESIDES, f"connections to {len(far)} hosts")
         for host, argv in zip(hosts, self._argvs(hosts), strict=True):
             if not host.is_here:
                 log(f"{host.label} is reached by: {shlex.join(argv)}")
@@ -124,15 +131,30 @@ class Agents:
         from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  # costs 10 ms
 
         ssh, timeout_s = self._job.ssh, self._job.start_timeout_s
-        with ThreadPoolExecutor(32) as pool:  # one process of ssh per host, to read the user's configuration
+        with ThreadPoolExecutor(
+            _MOST_CONNECTORS
+        ) as pool:  # one process of ssh per host, to read the user's configuration
             return list(pool.map(lambda h: local_agent_argv() if h.is_here else ssh.agent_argv(h, timeout_s), hosts))
 
     def connect_later(self, label: str, slots: int) -> None:
-        """Starts an agent on one more host, in a thread; the result is an event, `Answered` or `Lost`."""
+        """Starts an agent on one more host, in one of few threads; the result is an event, `Answered` or `Lost`."""
         with self._lock:
             attempt = self._connecting[label] = object()
-        args = label, slots, attempt
-        threading.Thread(target=self._connect, args=args, daemon=True, name=f"connect {label}").start()
+            self._to_connect.append((label, slots, attempt))
+            if self._connectors >= _MOST_CONNECTORS:
+                return
+            self._connectors += 1
+        threading.Thread(target=self._connect_all, daemon=True, name="connect").start()
+
+    def _connect_all(self) -> None:
+        """Connects to the hosts that are waiting for it, until there is none."""
+        while True:
+            with self._lock:
+                if not self._to_connect:
+                    self._connectors -= 1
+                    return
+                waiting = self._to_connect.popleft()
+            self._connect(*waiting)
 
     def _connect(self, label: str, slots: int, attempt: object) -> None:
         """Does nothing more once the host has been left, or is connected to by another ``attempt``."""
@@ -170,6 +192,7 @@ class Agents:
                 host,
                 argv,
                 self._events,
+                loop=self._loop,
                 store=self._store,
                 explain=partial(explain, host, self._job.ssh),
                 why_not_there_yet=why_not_there_yet if is_patient and not host.is_here else None,
@@ -187,10 +210,12 @@ class Agents:
         own = partial(
             slot_environment, size=len(slots), master_address=addresses[first], master_port=hellos[first].port
         )
+        by_host: dict[str, dict[int, Mapping[str, str]]] = {}
+        for slot in slots:
+            by_host.setdefault(slot.host.label, {})[slot.number] = own(slot)
         for agent in self._agents:
             label = agent.host.label
-            workers = {slot.number: own(slot) for slot in slots if slot.host.label == label}
-            if workers:
+            if workers := by_host.get(label):
                 peers = tuple(addresses[other] for other in used if other != label)
                 self._start(agent, workers, slots=len(workers), peers=peers)
             else:
@@ -250,10 +275,12 @@ class Agents:
             token = self._agents.pop(agent)
             self._leaving.append(agent)
         agent.hang_up()
-        threading.Thread(target=self._reap, args=(agent, token), daemon=True, name=f"leave {label}").start()
+        self._loop.call(partial(self._reap, agent, token, time.monotonic() + AGENT_S))
 
-    def _reap(self, agent: RemoteAgent, token: str) -> None:
-        exit_code = agent.wait(AGENT_S)
+    def _reap(self, agent: RemoteAgent, token: str, give_up_at: float) -> None:
+        if (exit_code := agent.ended(is_late=time.monotonic() >= give_up_at)) is None:
+            self._loop.later(_LOOK_S, partial(self._reap, agent, token, give_up_at))
+            return
         with self._lock:
             self._leaving.remove(agent)
             if exit_code and agent.host.is_here:
@@ -302,6 +329,7 @@ class Agents:
         exit_codes = [agent.wait(max(0.0, give_up_at - time.monotonic())) for agent in agents]
         for agent in list(self._leaving):
             agent.wait(max(0.0, give_up_at - time.monotonic()))
+        self._loop.close()
         failed_here, self._failed_here = self._failed_here, []
         if any(exit_codes) or failed_here:
             # Imported here since it takes 10 ms, and agents seldom fail.

@@ -2,23 +2,24 @@
 
 `agent_group` creates one per host. `plan.ssh` builds the command that reaches another host, which is
 `host.remote_parent`; that starts `host.agent`, the other end. Events go to a queue that `wait_for_agents` reads first,
-then `supervisor` (or, with ``--check``, `ask_hosts`); requests to the rendezvous store
-go to `store.server`. Each agent has threads of its own here, so one that does not answer delays no other.
+then `supervisor` (or, with ``--check``, `ask_hosts`); requests to the rendezvous store go to `store.server`. All that
+is read and written is in the thread of a `connection_loop`, where nothing blocks: an agent that does not answer delays
+no other.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import IO
 
 from ..errors import ProtocolError, in_words
@@ -29,8 +30,8 @@ from ..system.open_files import as_before
 from ..system.signals import signal_name
 from ..system.terminal_text import one_line
 from ..version import VERSION
-from ..wire.agent_frames import FROM_AGENT, MARK, WINDOW_BYTES, Decoder, encode
-from ..wire.channel import BEAT_S, SILENCE_S
+from ..wire.agent_frames import FROM_AGENT, MARK, WINDOW_BYTES, encode
+from ..wire.channel import BEAT_S, SILENCE_S, Channel
 from ..wire.messages import (
     AgentSaid,
     Answered,
@@ -49,6 +50,7 @@ from ..wire.messages import (
     Refused,
 )
 from ..wire.store_messages import StoreEvent
+from .connection_loop import ConnectionLoop
 
 _READ_BYTES = 1 << 18
 _NOISE_BYTES = 1 << 16  # the most that a login shell's start files may print before the agent's MARK
@@ -57,7 +59,8 @@ _MOST_SAID_BYTES = 1 << 20  # of the stderr of ssh and the agent: more is not sh
 _UNEXPECTED = "its hvdlite agent ended unexpectedly"
 # Between attempts to connect to a host that is not there yet: doubled each time.
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.2, 2.0
-_WORDS_S = 1.0  # how long to wait for the return code and the end of stderr
+_WORDS_S = 2.0  # how long to wait for the return code and the end of stderr, and how often to look
+_LOOK_S = 0.01
 
 
 def local_agent_argv() -> list[str]:
@@ -74,6 +77,23 @@ class _OutputBytes:
     reported: int = 0
 
 
+@dataclass
+class _Attempt:
+    """A process that was started to connect to the agent, and what has come from it.
+
+    ``reads`` are its pipes that are read from, ``room`` is how many bytes of its stderr may be shown yet, and ``words``
+    are the last of them. ``noise`` came on its stdout before the agent ``spoke``.
+    """
+
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    reads: set[IO[bytes]] = field(default_factory=set)
+    words: str = ""
+    room: int = _MOST_SAID_BYTES
+    noise: bytes = b""
+    spoke: bool = False
+
+
 class RemoteAgent:
     """A running agent. Its events are put into ``events``; hanging up ends all processes of the job on its host."""
 
@@ -83,6 +103,7 @@ class RemoteAgent:
         argv: list[str],
         events: SimpleQueue[Event],
         *,
+        loop: ConnectionLoop,
         store: Store,
         explain: Callable[[int, str], str],
         why_not_there_yet: Callable[[int, str], str | None] | None = None,
@@ -92,39 +113,38 @@ class RemoteAgent:
         If ``why_not_there_yet`` returns a text for the same arguments, such an end is the event `NotThereYet`, and the
         agent is started again, until it is hung up on. Without it there is one attempt.
 
-        ``store`` answers the workers' requests, in this agent's thread and not in the event loop, which has to react
-        fast.
+        ``store`` answers the workers' requests, in the thread of ``loop`` and not in the event loop of the job, which
+        has to react fast. Raises OSError if there cannot be a process.
         """
         self.host = host
         self.workers: Collection[int] = ()
         """The numbers of the workers on its host, from when it is sent `StartJob`."""
         self._events = events
+        self._loop = loop
         self._output = _OutputBytes()
         self._ended: set[int] = set()
         self._store = store
         self._explain = explain
         self._why_not_there_yet = why_not_there_yet
         self._argv = argv
-        self._greeting: bytes | None = None
-        self._is_hung_up = threading.Event()
-        # Held while one attempt to connect follows another, which replaces the process and the queue to it.
+        self._pause_s = _FIRST_PAUSE_S
+        self._greeting = b""
+        # Held while one attempt to connect follows another, which replaces the process.
         self._attempts = threading.Lock()
-        self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
-        self._greeted = threading.Event()
-        self._silent = self._dismissed = False
-        self._words = ""
-        self._start(with_receiver=True)
+        self._greeted = self._dismissed = self._is_lost = False
+        self._attempt = self._started()
+        loop.call(self._begin)
+
+    # ------------------------------------------------------------ from any thread
 
     def greet(self, *, count_slots: bool, interface: str | None) -> None:
         """Sends the first message; the agent's answer is an event, `Answered` or `Lost`."""
         greeting = Greet(VERSION, not self.host.is_here, count_slots, interface)
-        with self._attempts:
-            self._greeting = encode(greeting)
-            self.send(greeting)
+        self._loop.call(partial(self._greet, encode(greeting)))
 
     def send(self, command: Command) -> None:
         """Queues a command and does not block. If the agent has ended, that is the event `Lost` and no error here."""
-        self._outgoing.put(encode(command))
+        self._loop.call(partial(self._send, encode(command)))
 
     def output_shown(self, count: int) -> None:
         """Reports that ``count`` bytes of its output were shown or discarded. Must be called from one thread only."""
@@ -136,14 +156,13 @@ class RemoteAgent:
 
     def hang_up(self) -> None:
         """Makes the agent kill what still runs on its host, clean up and end. This causes no `Lost`."""
-        self._dismissed = True
-        self._is_hung_up.set()
         with self._attempts:
-            self._outgoing.put(None)
+            self._dismissed = True
+        self._loop.call(self._finish)
 
     def kill(self) -> None:
         """Kills the agent on this machine, or the ssh client to it: its host is lost, as by an accident."""
-        self._process.kill()
+        self._attempt.process.kill()
 
     def wait(self, timeout_s: float) -> int:
         """Waits for the agent and returns its exit code: 0 if nothing of the job is left on its host.
@@ -152,142 +171,153 @@ class RemoteAgent:
         `Hello` and so started nothing.
         """
         try:
-            return self._process.wait(timeout_s if self._greeted.is_set() and not self._silent else 0)
+            return self._attempt.process.wait(timeout_s if self._greeted and not self._attempt.channel.silent else 0)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+            self._attempt.process.kill()
+            return self._attempt.process.wait()
 
-    def _start(self, *, with_receiver: bool) -> None:
-        """Starts the process, and threads that read and write its pipes; the receiving one is in all attempts the same.
+    def ended(self, *, is_late: bool) -> int | None:
+        """Returns what `wait` does, or None as long as the agent has not ended. ``is_late``: kills it."""
+        if is_late or self._attempt.channel.silent or not self._greeted:
+            self._attempt.process.kill()
+        return self._attempt.process.poll()
 
-        Raises OSError or RuntimeError if there cannot be a process or a thread.
-        """
+    # ------------------- in the loop's thread, but for the first start: the process
+
+    def _started(self) -> _Attempt:
+        here = self.host.is_here
         # A scheduler may signal all processes of a job. The launcher decides then, and still needs its ssh clients.
-        held_off = () if self.host.is_here else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        held_off = () if here else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, held_off)
         try:
-            self._process = self._started(self._argv)
+            process = subprocess.Popen(
+                as_before(self._argv),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if here else subprocess.PIPE,
+                bufsize=0,
+                # A session of its own: Ctrl-C on the terminal must reach only the launcher, which decides.
+                start_new_session=True,
+                # The user's working directory must not be on the agent's sys.path: it may contain a queue.py.
+                cwd="/" if here else None,
+                env=_with_absolute_python_path() if here else None,
+            )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        stdout, stdin = process.stdout.fileno(), process.stdin.fileno()
+        return _Attempt(process, Channel(stdout, stdin, self._loop.selector, kinds=FROM_AGENT))
+
+    def _begin(self) -> None:
+        """Begins to read from and write to the process that was started."""
+        process, channel = self._attempt.process, self._attempt.channel
+        for pipe, read in ((process.stdout, self._read), (process.stderr, self._read_words)):
+            if pipe is not None:
+                self._loop.selector.register(pipe, selectors.EVENT_READ, read)
+                self._attempt.reads.add(pipe)
+        if not self.host.is_here:
+            channel.beat()
+            self._loop.later(BEAT_S, partial(self._tick, channel))
+        self._send(self._greeting)
+
+    def _greet(self, greeting: bytes) -> None:
+        self._greeting = greeting  # for further attempts, too
+        self._send(greeting)
+
+    def _send(self, frame: bytes) -> None:
+        if not self._attempt.channel.is_finished:
+            self._attempt.channel.send(frame)
+            self._attempt.channel.flush()
+
+    def _finish(self, *, drops_rest: bool = False) -> None:
+        assert self._attempt.process.stdin is not None
+        self._attempt.channel.finish(self._attempt.process.stdin.close, drops_rest=drops_rest)
+
+    def _tick(self, channel: Channel) -> None:
+        """Sends a beat, and notices a silent agent; until there is another connection, or none any more."""
+        if channel is not self._attempt.channel or channel.is_finished:
+            return
+        if not self._greeted:  # it may take time to start: until then ssh itself watches the connection
+            channel.hear()
+        channel.tick()
+        channel.flush()
+        if channel.silent:
+            self._lose(f"no message from it for {SILENCE_S:g} s: the host is down, or its network connection is cut")
+        self._loop.later(channel.time_left_s() or 0.0, partial(self._tick, channel))
+
+    # ------------------------------------------- in the loop's thread: what comes
+
+    def _read(self) -> None:
+        data = self._attempt.channel.read()
+        if not data:
+            self._stop_reading(self._attempt.process.stdout)
+            self._await_end(time.monotonic() + _WORDS_S)
+            return
         try:
-            listen = partial(self._listen_to_stderr, self._process.stderr)
-            self._stderr_thread = None if self.host.is_here else self._start_thread(listen, "listen_to_stderr")
-            assert self._process.stdin is not None
-            self._start_thread(partial(self._send_loop, self._outgoing, self._process.stdin), "send_loop")
-            if with_receiver:
-                self._start_thread(self._receive_loop, "receive_loop")
-        except RuntimeError:  # no more threads, and the caller cannot end an agent whose constructor failed
-            self._process.kill()
-            self._process.wait()
-            raise
+            for message in self._attempt.channel.decode(data if self._attempt.spoke else self._after_noise(data)):
+                self._dispatch(message)
+        except ProtocolError as error:
+            self._lose(str(error))
 
-    def _start_again(self) -> bool:
-        """Starts the agent once more, unless it has been hung up on; returns whether it has."""
-        with self._attempts:
-            if self._dismissed:
-                return False
-            self._outgoing.put(None)  # ends the last attempt's thread
-            self._outgoing = SimpleQueue()
-            self._words = ""
-            if self._greeting is not None:
-                self._outgoing.put(self._greeting)
-            self._start(with_receiver=False)
-        return True
+    def _after_noise(self, data: bytes) -> bytes:
+        """Returns what follows the agent's mark, which the start files of a login shell may precede."""
+        self._attempt.noise, mark, data = (self._attempt.noise + data).partition(MARK)
+        self._attempt.spoke = bool(mark)
+        if not self._attempt.spoke and len(self._attempt.noise) > _NOISE_BYTES:
+            raise ProtocolError(f"the program that answers there is not an hvdlite agent: {self._attempt.noise[:40]!r}")
+        return data
 
-    def _started(self, argv: list[str]) -> subprocess.Popen[bytes]:
-        here = self.host.is_here
-        return subprocess.Popen(
-            as_before(argv),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if here else subprocess.PIPE,
-            bufsize=0,
-            # A session of its own: Ctrl-C on the terminal must reach only the launcher, which decides.
-            start_new_session=True,
-            # The user's working directory must not be on the agent's sys.path: it may contain a queue.py.
-            cwd="/" if here else None,
-            env=_with_absolute_python_path() if here else None,
-        )
+    def _stop_reading(self, pipe: IO[bytes] | None) -> None:
+        if pipe is not None and pipe in self._attempt.reads:
+            self._attempt.reads.remove(pipe)
+            self._loop.selector.unregister(pipe)
 
-    def _start_thread(self, work: Callable[[], None], name: str) -> threading.Thread:
-        thread = threading.Thread(target=work, daemon=True, name=f"{name} {self.host.label}")
-        thread.start()
-        return thread
+    def _await_end(self, until_s: float) -> None:
+        """Looks for the return code and the end of stderr, which come soon after the end of what it sends."""
+        is_told = self._attempt.process.poll() is not None and self._attempt.process.stderr not in self._attempt.reads
+        if not (is_told or self._dismissed) and time.monotonic() < until_s:
+            self._loop.later(_LOOK_S, partial(self._await_end, until_s))
+            return
+        end = self._why_it_ended("" if self._attempt.spoke else self._attempt.noise.decode(errors="backslashreplace"))
+        if isinstance(end, str):
+            self._close_pipes()
+            self._lose(end)
+            return
+        self._events.put(end)
+        self._loop.later(self._pause_s, partial(self._start_again, end.why))
+        self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
 
-    # ------------------------------------------------------------------ sending
-
-    def _send_loop(self, outgoing: SimpleQueue[bytes | None], to_agent: IO[bytes]) -> None:
-        beat = None if self.host.is_here else encode(Beat())
-        with contextlib.suppress(OSError), to_agent as stdin:
-            while True:
-                try:
-                    frame = outgoing.get(timeout=None if beat is None else BEAT_S)
-                except Empty:
-                    frame = beat
-                if frame is None:
+    def _start_again(self, why: str) -> None:
+        """Starts the agent once more, unless it has been hung up on; otherwise it is lost for this reason."""
+        try:
+            with self._attempts:
+                if not self._dismissed:
+                    self._stop_reading(self._attempt.process.stderr)
+                    self._close_pipes()
+                    self._attempt = self._started()
+                    self._begin()
                     return
-                rest = memoryview(frame)
-                while rest:
-                    rest = rest[stdin.write(rest) :]
+        except OSError as failure:
+            why = in_words(failure) or str(failure)
+        self._lose(why)
 
-    # ---------------------------------------------------------------- receiving
+    def _close_pipes(self) -> None:
+        """Closes the pipes of an agent that sends no more, but for stderr as long as anything holds that open."""
+        self._finish(drops_rest=True)
+        for pipe in (self._attempt.process.stdout, self._attempt.process.stderr):
+            if pipe is not None and pipe not in self._attempt.reads:
+                pipe.close()
 
-    def _receive_loop(self) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            try:
-                end = self._read_messages()
-            except ProtocolError as error:
-                end = str(error)
-            if isinstance(end, str):
-                why = end
-                break
-            self._events.put(end)
-            self._is_hung_up.wait(pause_s)
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
-            try:
-                if self._start_again():
-                    continue
-                why = end.why
-            except (OSError, RuntimeError) as failure:
-                why = in_words(failure) or str(failure)
-            break
+    def _lose(self, why: str) -> None:
+        """Hears no more of it, and tells that it is lost, once, and unless it was hung up on."""
+        self._stop_reading(self._attempt.process.stdout)
+        if self._is_lost:
+            return
+        self._is_lost = True
         self._store.lose(self)
         if not self._dismissed:
             self._events.put(Lost(self.host.label, why))
-
-    def _read_messages(self) -> str | NotThereYet:
-        """Receives messages until the connection ends; returns why, or that there was none and may be one later."""
-        assert self._process.stdout is not None
-        fd = self._process.stdout.fileno()
-        decoder = Decoder(FROM_AGENT)
-        noise = b""
-        spoke = False
-        while True:
-            if not self._wait_readable(fd):
-                self._silent = True
-                return f"no message from it for {SILENCE_S:g} s: the host is down, or its network connection is cut"
-            data = os.read(fd, _READ_BYTES)
-            if not data:
-                # The reason may be on stdout, as in "This account is not available."
-                return self._why_it_ended("" if spoke else noise.decode(errors="backslashreplace"))
-            if not spoke:
-                noise, mark, data = (noise + data).partition(MARK)
-                spoke = bool(mark)
-                if not spoke and len(noise) > _NOISE_BYTES:
-                    return f"the program that answers there is not an hvdlite agent: {noise[:40]!r}"
-            for message in decoder.feed(data):
-                self._dispatch(message)
-
-    def _wait_readable(self, fd: int) -> bool:
-        """Waits until there are bytes to read, or the end; returns False if the agent was silent for too long."""
-        # A local agent's end is always seen. Before `Hello` there are no beats, as the agent may take time to start:
-        # until then ssh itself watches the connection.
-        if self.host.is_here or not self._greeted.is_set():
-            return True
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        return bool(poll.poll(SILENCE_S * 1000))
 
     def _dispatch(self, message: Message) -> None:
         """Passes a message on to the store or the event queue. Raises `ProtocolError` if it is not allowed now."""
@@ -316,15 +346,15 @@ class RemoteAgent:
         self._events.put(message)
 
     def _welcome(self, hello: Hello) -> None:
-        if self._greeted.is_set():
+        if self._greeted:
             raise ProtocolError("its hvdlite agent sent Hello twice")
         if hello.version != VERSION:
             there = one_line(hello.version)
             raise ProtocolError(
                 f"hvdlite is version {VERSION} here, but {there} there: install the same version on all hosts"
             )
-        self._words = ""  # earlier output cannot be the reason for its end
-        self._greeted.set()
+        self._attempt.words = ""  # earlier output cannot be the reason for its end
+        self._greeted = True
         self._events.put(Answered(self.host.label, hello))
 
     def _validate(self, message: OfWorker) -> None:
@@ -343,41 +373,40 @@ class RemoteAgent:
                 raise ProtocolError("its hvdlite agent sent more output than it was allowed to")
 
     def _why_it_ended(self, noise: str) -> str | NotThereYet:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_WORDS_S)
-        if self._stderr_thread is not None:
-            self._stderr_thread.join(_WORDS_S)
-        returncode = self._process.returncode
+        returncode = self._attempt.process.returncode
         if self.host.is_here:
             killed = returncode is not None and (returncode < 0 or returncode > 128)
             return f"its hvdlite agent was killed by {signal_name(abs(returncode) % 128)}" if killed else _UNEXPECTED
         if returncode is None:
             return _UNEXPECTED
-        if not self._greeted.is_set():
-            why = self._explain(returncode, f"{noise}\n{self._words}")
+        if not self._greeted:
+            why = self._explain(returncode, f"{noise}\n{self._attempt.words}")
             # What is on stdout was written on the host.
-            if not noise and (cause := self._not_there(returncode, self._words)) is not None:
+            if not noise and (cause := self._not_there(returncode, self._attempt.words)) is not None:
                 return NotThereYet(self.host.label, cause, why)
             return why
-        return killed_by(returncode) or last_words(self._words) or _UNEXPECTED
+        return killed_by(returncode) or last_words(self._attempt.words) or _UNEXPECTED
 
     def _not_there(self, returncode: int, words: str) -> str | None:
-        if self._why_not_there_yet is None or self._greeted.is_set():
+        if self._why_not_there_yet is None or self._greeted:
             return None
         return self._why_not_there_yet(returncode, words)
 
-    def _listen_to_stderr(self, stderr: IO[bytes] | None) -> None:
+    def _read_words(self) -> None:
+        stderr = self._attempt.process.stderr
         assert stderr is not None
-        room = _MOST_SAID_BYTES
-        while data := os.read(stderr.fileno(), _READ_BYTES):
-            # An agent puts this before its messages; `AgentSaid` names its host instead.
-            text = data.decode(errors="backslashreplace").replace("hvdlite-run: agent: ", "")
-            self._words = (self._words + text)[-_NOISE_BYTES:]
-            # An attempt that will be followed by another is told by `NotThereYet` alone.
-            if room > 0 and not self._not_there(SSH_FAILED, text):
-                room -= len(data)
-                more = "" if room > 0 else "\n... (the rest is not shown)"
-                self._events.put(AgentSaid(self.host.label, text + more))
+        data = os.read(stderr.fileno(), _READ_BYTES)
+        if not data:
+            self._stop_reading(stderr)
+            return
+        # An agent puts this before its messages; `AgentSaid` names its host instead.
+        text = data.decode(errors="backslashreplace").replace("hvdlite-run: agent: ", "")
+        self._attempt.words = (self._attempt.words + text)[-_NOISE_BYTES:]
+        # An attempt that will be followed by another is told by `NotThereYet` alone.
+        if self._attempt.room > 0 and not self._not_there(SSH_FAILED, text):
+            self._attempt.room -= len(data)
+            more = "" if self._attempt.room > 0 else "\n... (the rest is not shown)"
+            self._events.put(AgentSaid(self.host.label, text + more))
 
 
 def _with_absolute_python_path() -> dict[str, str]:

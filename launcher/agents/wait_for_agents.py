@@ -81,7 +81,7 @@ def wait_for_agents(  # noqa: PLR0912  # one place for the reaction to each even
             say(f"{host}: {why}")
 
     while waiting:
-        on_missing(sorted(waiting))
+        on_missing(waiting)
         if greeted.failures and waiting <= not_there.keys():  # nothing will be started, so it is in vain to wait
             for host in sorted(waiting):
                 fail(host, not_there[host])

@@ -18,7 +18,7 @@ from __future__ import annotations
 import getpass
 import re
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..errors import UsageError
@@ -122,16 +122,20 @@ def _read(path: str) -> str:
 
 def parse_hostfile(text: str) -> tuple[Host, ...]:
     """Parses the lines; a `UsageError` begins with the number of the line, to follow the file's name."""
-    hosts: tuple[Host, ...] = ()
-    # Not splitlines(), which splits at more characters than an editor does that counts lines.
-    for number, line in enumerate(text.split("\n"), start=1):
-        words = line.partition("#")[0].strip()
-        if not words:
-            continue
-        try:
-            hosts = each_once([*hosts, _parse_line(words)])
-        except UsageError as error:
-            raise UsageError(f", line {number}: {error}") from None
+    number = 0
+
+    def named() -> Iterator[Host]:
+        nonlocal number
+        # Not splitlines(), which splits at more characters than an editor does that counts lines.
+        for line in text.split("\n"):
+            number += 1
+            if words := line.partition("#")[0].strip():
+                yield _parse_line(words)
+
+    try:
+        hosts = each_once(named())
+    except UsageError as error:
+        raise UsageError(f", line {number}: {error}") from None
     if not hosts:
         raise UsageError(f": it names no host; each line is a host, {_LINE_EXAMPLE}")
     return hosts

@@ -2,9 +2,9 @@
 
     agents' Want, Ask, Dropped ──► Store ──► Have, Answer, Drop, Revoke for agents
 
-Each agent's reading thread (see `remote_agent`) calls it with the agent's messages. Agents keep copies of values (see
-`cache`), and yet no worker reads an old value once a change is answered: before a value changes, all agents that hold a
-copy must have dropped it. Until then, further operations on its key wait in a queue.
+The thread that reads from all agents (see `connection_loop`) calls it with their messages. Agents keep copies of values
+(see `cache`), and yet no worker reads an old value once a change is answered: before a value changes, all agents that
+hold a copy must have dropped it. Until then, further operations on its key wait in a queue.
 
 The ranks of an elastic job's generation meet under keys of their own (see `generation_of`). Once a generation is
 revoked, all its keys are forgotten and every request for one fails, so nobody waits for a rank that is gone.
@@ -69,7 +69,7 @@ class Store:
     def watch(self, prefix: bytes, note: Callable[[bytes, bytes], None]) -> None:
         """Calls ``note(key, value)`` whenever a worker sets a key with this prefix, before the worker is answered.
 
-        It is called in the thread that reads from the worker's agent, and must not block.
+        It is called in the thread that reads from the agents, and must not block.
         """
         self._watched = prefix, note
 

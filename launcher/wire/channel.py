@@ -1,15 +1,16 @@
-"""The agent's connection to the launcher: receives commands, sends events, and detects a launcher that is silent.
+"""One end of the connection between launcher and agent: receives and sends messages, and detects a silent other end.
 
-The agent (`host.agent`) owns it and handles the messages; `agent_frames` encodes them. No call blocks: bytes that the
-launcher does not read yet are kept in memory.
+The agent (`host.agent`) and the launcher (`agents.remote_agent`) own one each and handle the messages; `agent_frames`
+encodes them. No call blocks: bytes that the other end does not read yet are kept in memory.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from .agent_frames import FROM_LAUNCHER, Decoder, encode
 from .messages import Beat, Message
@@ -19,7 +20,7 @@ from .messages import Beat, Message
 BEAT_S = 2.0
 SILENCE_S = 10.0
 
-_READ_BYTES = 1 << 16
+_READ_BYTES = 1 << 18
 _OUTGOING_BYTES = 1 << 18
 
 
@@ -28,26 +29,33 @@ class Channel:
 
     def __init__(
         self,
-        commands: int,
-        events: int,
+        incoming: int,
+        outgoing: int,
         selector: selectors.BaseSelector,
         clock: Callable[[], float] = time.monotonic,
+        kinds: Collection[int] = FROM_LAUNCHER,
     ) -> None:
-        """``selector``: the data of each registration is a function without arguments, which the event loop calls."""
-        self._commands = commands
-        self._events = events
+        """Reads from one descriptor, and writes to the other. ``kinds`` of frames are those that may come.
+
+        ``selector``: the data of each registration is a function without arguments, which the event loop calls.
+        """
+        self._in = incoming
+        self._out = outgoing
         self._selector = selector
         self._clock = clock
-        self._decoder = Decoder(FROM_LAUNCHER)
+        self._decoder = Decoder(kinds)
         self._outgoing = bytearray()
         self._beats_at: float | None = None
         self._heard_at = clock()
+        self._close: Callable[[], object] = lambda: None
+        self.is_finished = False
+        """Whether nothing more may be sent."""
         self.closed = False
-        """Whether the launcher has closed the connection, or was silent for too long."""
+        """Whether the other end has closed the connection, or was silent for too long."""
         self.silent = False
-        """Whether the launcher was silent for too long."""
-        os.set_blocking(commands, False)
-        os.set_blocking(events, False)
+        """Whether the other end was silent for too long."""
+        os.set_blocking(incoming, False)
+        os.set_blocking(outgoing, False)
 
     @property
     def full(self) -> bool:
@@ -55,37 +63,58 @@ class Channel:
         return len(self._outgoing) > _OUTGOING_BYTES
 
     def receive(self) -> Iterator[Message]:
-        """Reads once and yields the messages that are complete. Call it when the descriptor of commands is readable."""
-        data = os.read(self._commands, _READ_BYTES)
-        self._heard_at = self._clock()
+        """Reads once and yields the messages that are complete. Call it when there is something to read."""
+        return self.decode(self.read())
+
+    def read(self) -> bytes:
+        """Reads once, for `decode`; returns b"" at the end. Call it when there is something to read."""
+        data = os.read(self._in, _READ_BYTES)
+        self.hear()
         if not data:
             self.closed = True
-        yield from self._decoder.feed(data)
+        return data
+
+    def hear(self) -> None:
+        """Takes the other end as not silent now."""
+        self._heard_at = self._clock()
+
+    def decode(self, data: bytes) -> Iterator[Message]:
+        """Yields the messages that are complete with what was read last."""
+        return self._decoder.feed(data)
 
     def send(self, message: Message | bytes) -> None:
         """Queues a message for the next `flush`; bytes are one that is encoded already."""
         self._outgoing += message if isinstance(message, bytes) else encode(message)
 
     def flush(self) -> None:
-        """Writes as much as the launcher accepts now, and has the event loop call this again for the rest."""
+        """Writes as much as the other end accepts now, and has the event loop call this again for the rest."""
         try:
             while self._outgoing:
-                del self._outgoing[: os.write(self._events, self._outgoing)]
+                del self._outgoing[: os.write(self._out, self._outgoing)]
         except BlockingIOError:
             pass
-        except OSError:  # the launcher no longer reads
+        except OSError:  # the other end no longer reads
             self.closed = True
-            return
-        waits = self._events in self._selector.get_map()
+            self._outgoing.clear()
+        waits = self._out in self._selector.get_map()
         if self._outgoing and not waits:
-            self._selector.register(self._events, selectors.EVENT_WRITE, self.flush)
+            self._selector.register(self._out, selectors.EVENT_WRITE, self.flush)
         elif waits and not self._outgoing:
-            self._selector.unregister(self._events)
+            self._selector.unregister(self._out)
+        if self.is_finished and not self._outgoing:
+            self._close()
+
+    def finish(self, close: Callable[[], object], *, drops_rest: bool = False) -> None:
+        """Calls ``close`` once all is written. Nothing may be sent after this."""
+        self.is_finished, self._close = True, close
+        if drops_rest:
+            self._outgoing.clear()
+        self.flush()
 
     # ------------------------------------------------------------------ beats
 
     def beat(self) -> None:
-        """Starts to send beats, and to expect at least beats from the launcher."""
+        """Starts to send beats, and to expect at least beats from the other end."""
         self._heard_at = self._beats_at = self._clock()
 
     def time_left_s(self) -> float | None:
@@ -93,11 +122,17 @@ class Channel:
         return None if self._beats_at is None else max(0.0, self._beats_at - self._clock())
 
     def tick(self) -> None:
-        """Sends a beat if one is due, and sets `closed` and `silent` if the launcher was silent for too long."""
+        """Sends a beat if one is due, and sets `closed` and `silent` if the other end was silent for too long."""
         if self._beats_at is None or (now := self._clock()) < self._beats_at:
             return
         self._beats_at = now + BEAT_S
         if not self._outgoing:  # unsent bytes serve as a beat too
             self.send(Beat())
-        if now - self._heard_at > SILENCE_S:
+        if now - self._heard_at > SILENCE_S and not self._has_unread():
             self.closed = self.silent = True
+
+    def _has_unread(self) -> bool:
+        """Whether there is something to read, which this process was too busy to do."""
+        poll = select.poll()
+        poll.register(self._in, select.POLLIN)
+        return bool(poll.poll(0))

@@ -31,7 +31,7 @@ def test_a_host_that_is_left_before_it_could_be_connected_to_is_not_connected_to
     agents = Agents(job, events)
     agents.connect_later("far", 1)
     assert is_looking.wait(60)
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "connect far"]
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "connect"]
     leave(agents)
     is_left.set()
     thread.join(60)

@@ -1,5 +1,6 @@
 """An agent that breaks the protocol: one line names the cause, and its messages have no other effect."""
 
+import contextlib
 import json
 import struct
 import sys
@@ -7,6 +8,7 @@ import threading
 from queue import SimpleQueue
 
 import pytest
+from hvdlite_launcher.agents.connection_loop import ConnectionLoop
 from hvdlite_launcher.agents.remote_agent import RemoteAgent
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.ssh import why_not_there_yet
@@ -44,20 +46,31 @@ def no_thread_dies(monkeypatch):
     assert died == []
 
 
+def agent_of(argv, events, loop, **options):
+    return RemoteAgent(NODE, argv, events, loop=loop, store=Store(), **{"explain": lambda *_: "explained", **options})
+
+
+@pytest.fixture
+def loop():
+    with contextlib.closing(ConnectionLoop()) as loop:
+        yield loop
+
+
 def events_of(said: bytes, tmp_path, workers=()):
     """Returns the events that an agent causes which sends these bytes and ends, up to `Lost`."""
     path = tmp_path / "said"
     path.write_bytes(said)
     events: SimpleQueue = SimpleQueue()
     once_greeted = ["sh", "-c", 'head -c 1 >/dev/null; exec cat "$0"', str(path)]
-    agent = RemoteAgent(NODE, once_greeted, events, store=Store(), explain=lambda code, words: "explained")
-    agent.workers = workers
-    agent.greet(count_slots=False, interface=None)
-    come = [events.get(timeout=60)]
-    while not isinstance(come[-1], Lost):
-        come.append(events.get(timeout=60))
-    agent.hang_up()
-    agent.wait(60)
+    with contextlib.closing(ConnectionLoop()) as loop:
+        agent = agent_of(once_greeted, events, loop)
+        agent.workers = workers
+        agent.greet(count_slots=False, interface=None)
+        come = [events.get(timeout=60)]
+        while not isinstance(come[-1], Lost):
+            come.append(events.get(timeout=60))
+        agent.hang_up()
+        agent.wait(60)
     assert come[-1].why.isprintable()
     return come
 
@@ -123,10 +136,10 @@ def test_output_without_end_that_nobody_asked_for_ends_it(tmp_path):
     assert why(MARK + HELLO + flood * 9, tmp_path, {1}) == "its hvdlite agent sent more output than it was allowed to"
 
 
-def test_words_without_end_on_its_stderr_are_cut():
+def test_words_without_end_on_its_stderr_are_cut(loop):
     events: SimpleQueue = SimpleQueue()
     flood = "import sys; [sys.stderr.write('x' * 100_000) for _ in range(100)]"
-    RemoteAgent(NODE, [sys.executable, "-c", flood], events, store=Store(), explain=lambda code, words: "explained")
+    agent_of([sys.executable, "-c", flood], events, loop)
     said = []
     while not isinstance(event := events.get(timeout=60), Lost):
         said.append(event.text)
@@ -139,14 +152,13 @@ REFUSED = "ssh: connect to host node port 22: Connection refused"
 NOT_THERE = f'test -e "$0" || {{ echo "{REFUSED}" >&2; exit 255; }}; head -c 1 >/dev/null; exec cat "$1"'
 
 
-def patient_agent(tmp_path, script=NOT_THERE):
+def patient_agent(tmp_path, loop, script=NOT_THERE):
     events: SimpleQueue = SimpleQueue()
     (tmp_path / "said").write_bytes(MARK + HELLO)
-    agent = RemoteAgent(
-        NODE,
+    agent = agent_of(
         ["sh", "-c", script, str(tmp_path / "there"), str(tmp_path / "said")],
         events,
-        store=Store(),
+        loop,
         explain=lambda code, words: f"explained: {words.strip()}",
         why_not_there_yet=why_not_there_yet,
     )
@@ -154,8 +166,8 @@ def patient_agent(tmp_path, script=NOT_THERE):
     return agent, events
 
 
-def test_a_host_that_is_not_there_yet_is_tried_again_until_it_answers(tmp_path):
-    agent, events = patient_agent(tmp_path)
+def test_a_host_that_is_not_there_yet_is_tried_again_until_it_answers(tmp_path, loop):
+    agent, events = patient_agent(tmp_path, loop)
     not_there = NotThereYet("node", "connection refused", f"explained: {REFUSED}")
     assert [events.get(timeout=60) for _ in range(2)] == [not_there] * 2
     (tmp_path / "there").touch()
@@ -166,15 +178,17 @@ def test_a_host_that_is_not_there_yet_is_tried_again_until_it_answers(tmp_path):
     agent.wait(60)
 
 
-def test_a_host_that_is_hung_up_on_is_not_tried_again(tmp_path):
-    agent, events = patient_agent(tmp_path)
+def test_a_host_that_is_hung_up_on_is_not_tried_again(tmp_path, loop):
+    agent, events = patient_agent(tmp_path, loop)
     assert isinstance(events.get(timeout=60), NotThereYet)
-    receivers = [thread for thread in threading.enumerate() if thread.name == "receive_loop node"]
+    started = []
+    agent._started = lambda: started.append(1)
     agent.hang_up()
-    for receiver in receivers:
-        receiver.join(60)
-        assert not receiver.is_alive()
     agent.wait(60)
+    pause_is_over = threading.Event()
+    loop.call(lambda: loop.later(agent._pause_s, pause_is_over.set))
+    assert pause_is_over.wait(60)
+    assert not started
     while not events.empty():
         assert isinstance(events.get(), NotThereYet)
 
@@ -187,8 +201,8 @@ def test_a_host_that_is_hung_up_on_is_not_tried_again(tmp_path):
         f'echo "{REFUSED}" >&2; exit 1',
     ],
 )
-def test_any_other_failure_is_the_last_attempt(script, tmp_path):
-    _, events = patient_agent(tmp_path, script)
+def test_any_other_failure_is_the_last_attempt(script, tmp_path, loop):
+    _, events = patient_agent(tmp_path, loop, script)
     while isinstance(event := events.get(timeout=60), AgentSaid):
         pass
     assert isinstance(event, Lost)

@@ -1,4 +1,4 @@
-"""The agent's channel: beats, a silent launcher, and bytes that the launcher does not read."""
+"""The agent's channel: beats, a silent launcher, bytes that the launcher does not read, and its end."""
 
 import os
 import selectors
@@ -78,6 +78,16 @@ def test_a_launcher_that_is_silent_for_too_long_is_gone(wire):
     assert SILENCE_S < silence_s <= SILENCE_S + BEAT_S
 
 
+def test_a_launcher_whose_words_have_come_and_are_not_read_yet_is_not_gone(wire):
+    wire.channel.beat()
+    os.write(wire.to_agent, encode(Beat()))
+    wire.pass_time(2 * SILENCE_S)
+    assert not wire.channel.closed
+    assert list(wire.channel.receive()) == [Beat()]
+    wire.pass_time(2 * SILENCE_S)
+    assert wire.channel.silent
+
+
 def test_who_reads_nothing_is_sent_no_beats_on_top(wire):
     wire.channel.beat()
     wire.channel.send(Output(0, "stdout", b"x" * (1 << 20)))
@@ -101,3 +111,42 @@ def test_the_end_of_the_commands_closes_the_channel(wire):
     wire.to_agent = os.dup(wire.from_agent)  # so that there is a descriptor to close
     assert list(wire.channel.receive()) == []
     assert wire.channel.closed
+
+
+def fill(wire):
+    """Has more sent than the launcher's end takes now; returns how much."""
+    wire.channel.send(b"x" * (1 << 20))
+    wire.channel.flush()
+    return 1 << 20
+
+
+def test_it_is_closed_once_all_is_written(wire):
+    closed = []
+    wire.channel.finish(lambda: closed.append(1))
+    assert (closed, wire.channel.is_finished) == ([1], True)
+
+
+def test_what_waits_is_written_before_it_is_closed(wire):
+    closed, read, sent = [], 0, fill(wire)
+    wire.channel.finish(lambda: closed.append(1))
+    while not closed:
+        read += len(os.read(wire.from_agent, 1 << 20))
+        for key, _ in wire.selector.select(0):
+            key.data()
+    read += len(os.read(wire.from_agent, 1 << 20))
+    assert (read, closed, list(wire.selector.get_map())) == (sent, [1], [])
+
+
+def test_what_waits_may_be_dropped_and_then_nothing_is_registered_any_more(wire):
+    closed, _ = [], fill(wire)
+    wire.channel.finish(lambda: closed.append(1), drops_rest=True)
+    assert (closed, list(wire.selector.get_map())) == ([1], [])
+
+
+def test_an_end_that_reads_no_more_is_not_waited_for(wire):
+    fill(wire)
+    os.close(wire.from_agent)
+    wire.from_agent = os.open(os.devnull, os.O_RDONLY)
+    for key, _ in wire.selector.select(0):
+        key.data()
+    assert (wire.channel.closed, list(wire.selector.get_map())) == (True, [])

@@ -1,0 +1,80 @@
+"""`ConnectionLoop`: one thread for the connections to all agents, whose number makes no difference.
+
+    descriptors that are ready ─┐
+    calls of other threads ─────┼──► the functions of `remote_agent`, one after the other
+    times that have come ───────┘
+
+`agent_group` has one. None of these functions may block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+
+class ConnectionLoop:
+    """The thread, and what it waits for. The data of each registration in ``selector`` is a function to be called."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        """Only for functions that the thread calls."""
+        self._calls: deque[Callable[[], object]] = deque()
+        self._alarms: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = itertools.count()
+        self._is_awake = True
+        self._is_closed = False
+        self._woken, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
+        self.selector.register(self._woken, selectors.EVENT_READ, lambda: self._woken.recv(4096))
+        self._thread = threading.Thread(target=self._run, daemon=True, name="agents")
+        self._thread.start()
+
+    def call(self, work: Callable[[], object]) -> None:
+        """Has the thread call this, after what it was given before. May be called from any thread; does not block."""
+        self._calls.append(work)
+        if not self._is_awake:
+            with contextlib.suppress(OSError):  # it is woken already, or closed
+                self._wakes.send(b"w")
+
+    def later(self, delay_s: float, work: Callable[[], object]) -> None:
+        """Has the thread call this when so many seconds are over. Only for functions that the thread calls."""
+        heapq.heappush(self._alarms, (time.monotonic() + delay_s, next(self._numbers), work))
+
+    def close(self) -> None:
+        """Ends the thread once it has done what it was given."""
+        self.call(self._close)
+        self._thread.join()
+        for each in (self._woken, self._wakes):
+            each.close()
+
+    def _close(self) -> None:
+        self._is_closed = True
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            # Before `select`: at an alarm all is read that came before its time, also if this process was stopped.
+            now_s = time.monotonic()
+            self._is_awake = False
+            wait_s = None if not self._alarms else max(0.0, self._alarms[0][0] - now_s)
+            self._wait_for_descriptors(0 if self._calls else wait_s)
+            while self._calls:
+                self._calls.popleft()()
+            while self._alarms and self._alarms[0][0] <= now_s:
+                heapq.heappop(self._alarms)[2]()
+        self.selector.close()
+
+    def _wait_for_descriptors(self, wait_s: float | None) -> None:
+        ready = self.selector.select(wait_s)
+        self._is_awake = True
+        for key, _ in ready:
+            # What was called before in this round may have unregistered it.
+            if self.selector.get_map().get(key.fd) is key:
+                key.data()
