@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+from typing import NoReturn
 
 from ..errors import in_words
 from ..system import process_tree
@@ -45,7 +46,7 @@ def _run_agent() -> int:
         os.close(directory_reader)
         if follow is not None:
             follow()
-        return agent.main(lambda path: os.write(directory_writer, os.fsencode(path)))
+        _end(agent.main(lambda path: os.write(directory_writer, os.fsencode(path))))
     os.close(directory_writer)
     for signum in _IGNORED:
         signal.signal(signum, signal.SIG_IGN)
@@ -61,6 +62,12 @@ def _run_agent() -> int:
     return shell_code(returncode)
 
 
+def _end(exit_code: int) -> NoReturn:
+    """Ends this process without the interpreter's tidying up, which would take a fifth of an agent's processor time."""
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
 def _wait_for(pid: int) -> int:
     """Waits for ``pid`` and returns its return code, -n for signal n. Reaps orphans that end in the meantime."""
     while True:
@@ -70,4 +77,4 @@ def _wait_for(pid: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _end(main())

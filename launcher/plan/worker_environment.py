@@ -38,6 +38,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from hvdlite_wire.job_contract import (
     CHAOS,
@@ -55,7 +56,8 @@ from hvdlite_wire.job_contract import (
     WORKER,
 )
 
-from .slots import Slot
+if TYPE_CHECKING:  # agents import this module, and need neither slots nor hosts
+    from .slots import Slot
 
 _OWN = {
     RANK: "rank",
