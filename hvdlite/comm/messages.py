@@ -3,9 +3,9 @@
 
     Messages.swap ── receives, then sends ── a queue for each other rank, and a thread that waits ── Swap (a work)
 
-`torch_engine` sends all-to-alls and larger all-gathers of CPU tensors in this way. In gloo's own all-to-all the two
-directions of a connection take turns, so that it has half the rate of the link: it sends first, and what tells the
-other rank that this one is ready to receive then comes after all of this rank's own data. Here the receives are first.
+`torch_engine` sends all-to-alls of CPU tensors in this way, and larger all-gathers of two ranks. In gloo's own the two
+directions of a connection take turns, so that they have half the rate of the link: a rank sends first, and what tells
+the other that this one is ready to receive then comes after all of its data. Here the receives are first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FIRST_TAG, _TAGS = 2**30, 2**30
 # c10d's message when a wait times out before the operation is complete.
 NOT_DONE_YET = "Operation timed out!"
 
-# Groups of more ranks use gloo's collectives, for which no threads wait.
+# Groups of more ranks use gloo's all-to-all, for which no threads wait.
 MOST_RANKS = 16
 
 

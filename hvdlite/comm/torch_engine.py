@@ -3,7 +3,7 @@
 
 Each call checks that the engine is open, starts an operation of the process group, and returns a `TorchWork`, whose
 waits end if the engine is revoked. Over gloo a reduce-scatter, and a small all-reduce of two ranks, is an all-to-all
-and local sums; all-to-alls and larger all-gathers of few ranks are `messages`. `torch_factory` makes these engines.
+and local sums; all-to-alls, and larger all-gathers of two ranks, are `messages`. `torch_factory` makes these engines.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _ENDING_S = 1.0
 # size, and add here, takes one, and a third of the processor time.
 _MOST_EXCHANGED_BYTES = 2**18
 
-# Each rank sends an all-gather of at least this size to all others itself. Gloo's passes it on from rank to rank, and
-# does so with less processor time, but at two thirds of the rate of a link.
-_LEAST_SENT_BYTES = 2**16
+# Two ranks swap tensors of at least this size in an all-gather, since gloo's has two thirds of the rate of a link; for
+# smaller ones it takes less processor time. With more ranks gloo's passes them on in a ring, at nearly the full rate.
+_LEAST_SWAPPED_BYTES = 2**16
 
 # Completed works that nobody has waited for are dropped when there are more than this.
 _MOST_PENDING = 64
@@ -113,32 +113,28 @@ class TorchEngine(Engine):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> TorchWork:
         self._state.require_open()
         ((output,), (input,)) = outputs, inputs
-        if self._sends_to_all(input):
-            return self._begun(self._messages.swap(output, [input] * len(output)), input)
+        if self._swaps(input):
+            return self._begun(self._messages.swap(output, [input] * 2), input)
         return self._begun(self.process_group.allgather(outputs, inputs), input)
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
     ) -> TorchWork:
         self._state.require_open()
-        if self._takes_messages(input):
+        if input.is_cpu and self.process_group.size() <= MOST_RANKS:
             swap = self._messages.swap(pieces_of(output, output_counts), pieces_of(input, input_counts))
             return self._begun(swap, input)
         return self._begun(self.process_group.alltoall_base(output, input, output_counts, input_counts, opts), input)
 
     def allgather_base(self, output: Tensor, input: Tensor, /) -> TorchWork:
         self._state.require_open()
-        if self._sends_to_all(input):
-            size = self.process_group.size()
-            return self._begun(self._messages.swap(list(output.view(size, *input.shape)), [input] * size), input)
+        if self._swaps(input):
+            return self._begun(self._messages.swap(list(output.view(2, *input.shape)), [input] * 2), input)
         return self._begun(self.process_group._allgather_base(self._written(output), input), input)
 
-    def _sends_to_all(self, tensor: Tensor) -> bool:
-        """Whether an all-gather of this size is `messages`; equal on all ranks."""
-        return self._takes_messages(tensor) and tensor.nbytes >= _LEAST_SENT_BYTES
-
-    def _takes_messages(self, tensor: Tensor) -> bool:
-        return tensor.is_cpu and self.process_group.size() <= MOST_RANKS
+    def _swaps(self, tensor: Tensor) -> bool:
+        """Whether an all-gather of this size is a swap; equal on all ranks."""
+        return tensor.is_cpu and self.process_group.size() == 2 and tensor.nbytes >= _LEAST_SWAPPED_BYTES
 
     def reduce_scatter_base(
         self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
