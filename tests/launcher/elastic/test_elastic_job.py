@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import errno
-import json
 import signal
-from queue import Empty
 
 import pytest
-from hvdlite_launcher.elastic.elastic_hosts import ElasticHosts
-from hvdlite_launcher.elastic.elastic_job import ElasticJob
-from hvdlite_launcher.elastic.membership import Membership
-from hvdlite_launcher.job.supervisor import Supervisor
-from hvdlite_launcher.plan.elastic_spec import ON_FAILURE, Policy
-from hvdlite_launcher.status.reports import Reports
-from hvdlite_launcher.store.server import Store
+from elastic_script import START_TIMEOUT_S, TIME_PASSES, Played, answers, asks, begins
+from hvdlite_launcher.plan.elastic_spec import ON_FAILURE
 from hvdlite_launcher.wire.messages import (
     Alive,
-    Answered,
     DiscoveryFailed,
     Exited,
-    Hello,
     HostsFound,
     InitDone,
     InitFailed,
@@ -34,17 +25,10 @@ from hvdlite_launcher.wire.messages import (
     Started,
     Unresponsive,
 )
-from hvdlite_launcher.workers.ending import FAILURE_GRACE_S, Ending
-from hvdlite_launcher.workers.roster import Roster
-from hvdlite_wire.assignments import ANSWERS, Dismissal, NewWorkerPolicy, RankAssignment, assignment_key
+from hvdlite_launcher.workers.ending import FAILURE_GRACE_S
+from hvdlite_wire.assignments import Dismissal, NewWorkerPolicy, RankAssignment
 
 TERM, KILL, INT = signal.SIGTERM, signal.SIGKILL, signal.SIGINT
-START_TIMEOUT_S = 60.0
-TIME_PASSES = object()  # nothing happens until the loop does not want to wait longer
-
-
-class ScriptIsOverError(Exception):
-    pass
 
 
 class Agent:
@@ -57,142 +41,8 @@ class Agent:
         self.told.append(message)
 
 
-class Played:
-    """A run of the supervisor over a script, in which a function stands for what it looks at or does at that point."""
-
-    def __init__(self, *script, hang_timeout_s: float = 0, **policy) -> None:
-        self.now_s = 0.0
-        self.connected: list[str] = []
-        self.left: list[str] = []
-        self.started: dict[int, str] = {}
-        self.variables: dict[int, dict] = {}
-        self.signals: list = []
-        self.said: list[str] = []
-        self.ranks: dict[int, int | None] = {}
-        self.finished: list[int] = []
-        self.shown: list[bytes] = []
-        self.observed: list[object] = []
-        self.store = Store()
-        self._script = list(script)
-        roster = Roster()
-        self.ending = Ending(
-            roster, signal_workers=self._signal, say=self.say, log=lambda _: None, grace=30, clock=lambda: self.now_s
-        )
-        self.job = ElasticJob(
-            Membership(Policy(**{"min_np": 1, **policy})),
-            ElasticHosts(self, start_timeout_s=START_TIMEOUT_S, say=self.say),
-            self.ending,
-            store=self.store,
-            screen=self,
-            hang_timeout_s=hang_timeout_s,
-            post=lambda lost: self._script.insert(0, lost),
-        )
-        reports = Reports(self.ending, lambda _: None, directory=None)
-        supervisor = Supervisor(
-            self.job,
-            self.ending,
-            reports,
-            send_input=None,
-            stdin=None,
-            screen=self,
-            observers=(self,),
-        )
-        self.outcome = None
-        try:
-            self.outcome = supervisor.run(self)
-        except ScriptIsOverError:
-            return
-        assert not self._script, f"the loop ended before {self._script}"
-
-    # the queue of events
-
-    def get(self, timeout):
-        while self._script:
-            event = self._script.pop(0)
-            if event is TIME_PASSES:
-                assert timeout is not None, "the loop would wait for ever"
-                self.now_s = round(self.now_s + timeout, 6)
-                raise Empty
-            if not callable(event):
-                return event
-            if (made := event(self)) is not None:
-                return made
-        raise ScriptIsOverError
-
-    # an observer
-
-    def on_event(self, event):
-        self.observed.append(event)
-
-    def time_left_s(self):
-        return None
-
-    def time_passes(self):
-        raise AssertionError("it has nothing to do in time")
-
-    # the agents
-
-    def connect_later(self, label, slots):
-        self.connected.append(label)
-
-    def label_here(self):
-        return "a"
-
-    def leave(self, label):
-        self.left.append(label)
-
-    def start_worker(self, label, worker, variables, hellos):
-        assert label in hellos
-        self.started[worker] = label
-        self.variables[worker] = variables
-
-    def _signal(self, numbers, signum):
-        self.signals.append((self.now_s, sorted(numbers), signum))
-
-    # the screen
-
-    def show(self, output):
-        self.shown.append(output.data)
-
-    def begin(self, worker):
-        pass
-
-    def set_rank(self, worker, rank):
-        self.ranks[worker] = rank
-
-    def finish(self, worker):
-        self.finished.append(worker)
-
-    def say(self, text):
-        self.said.append(text)
-
-    # what a worker reads
-
-    def answer(self, worker, after):
-        value = self.store.get(assignment_key(worker, after))
-        return None if value is None else ANSWERS.decode(value)
-
-    def news(self, generation, number=0):
-        value = self.store.get(b"world%d/hosts/%d" % (generation, number))
-        return None if value is None else json.loads(value)
-
-
-def answers(host, machine=None, slots=None):
-    return Answered(host, Hello("1", slots, None, 1, machine or f"machine of {host}"))
-
-
 def found(**hosts):
     return HostsFound(hosts)
-
-
-def asks(*workers, after=0):
-    return [InitStarted(worker, after) for worker in workers]
-
-
-def begins(**hosts):
-    """The hosts are found and answer, and as many workers as they have slots ask for the first generation."""
-    size = sum(hosts.values())
-    return [HostsFound(hosts), *map(answers, hosts), *asks(*range(size)), *(InitDone(n, 0) for n in range(size))]
 
 
 KILLED_1 = Exited(1, -9)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from elastic_script import Unseen
 from hvdlite_launcher.elastic.elastic_hosts import ElasticHosts
 from hvdlite_launcher.elastic.elastic_job import ElasticJob
 from hvdlite_launcher.elastic.membership import Membership
@@ -54,7 +55,7 @@ class Running:
         self.waits = "revoked" if code == FAILED else "told"
 
 
-class Simulated:
+class Simulated(Unseen):
     """Launcher, agents and workers of an elastic job in one thread, without processes and time."""
 
     def __init__(self, **policy) -> None:
@@ -87,9 +88,6 @@ class Simulated:
     def connect_later(self, label, slots):
         self.later(self.elastic.on_hosts, Answered(label, Hello("", slots, None, 0, label)))
 
-    def leave(self, label):
-        pass
-
     def start_worker(self, label, worker, variables, hellos):
         self.workers[worker] = Running(self, worker, label)
         self._calls.append(self.workers[worker].ask)
@@ -97,18 +95,6 @@ class Simulated:
     def _signal(self, numbers, signum):
         for number in numbers:
             self.end(number, -signum)
-
-    def begin(self, worker):
-        pass
-
-    def set_rank(self, worker, rank):
-        pass
-
-    def finish(self, worker):
-        pass
-
-    def say(self, text):
-        pass
 
     # what happens
 
