@@ -107,11 +107,16 @@ def test_a_size_that_does_not_fit_is_skipped_with_the_reason_and_the_rest_measur
     assert "64 B  float32  hvdlite any" in out
 
 
-def test_one_rank_needs_no_launcher():
+def test_one_rank_needs_no_launcher(rank_server):
     def alone(*words: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, **ENVIRONMENT}
         return subprocess.run(
-            [*BENCH, *words], env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+            [sys.executable, *rank_server.python(), *BENCH[1:], *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
 
     done = alone("step", "--models", "resnet-small", "--batch", "1", "--variants", "none,ddp,hvdlite", "--steps", "1")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from copied_ranks import RankServer
 
 pytestmark = pytest.mark.slow
 
@@ -79,12 +80,11 @@ def ends(out: bytes) -> list[tuple[int, int, int, str, str]]:
 
 
 @pytest.fixture(scope="module")
-def digest() -> str:
+def digest(rank_server: RankServer) -> str:
     """Of the model after forty batches, in one process and without a fault."""
-    run = subprocess.run(
-        program(FORTY_BATCHES.format(fault="pass")), check=True, timeout=PATIENCE_S, capture_output=True,
-        env={**os.environ, "HVDLITE_WORKER": "0"},
-    )  # fmt: skip
+    command = [sys.executable, *rank_server.python(), *program(FORTY_BATCHES.format(fault="pass"))[1:]]
+    env = {**os.environ, "HVDLITE_WORKER": "0"}
+    run = subprocess.run(command, check=True, timeout=PATIENCE_S, capture_output=True, env=env)
     return run.stdout.decode().split()[4]
 
 

@@ -10,11 +10,13 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from copied_ranks import RankServer
 from e2e.conftest import PATIENCE_S, wait_until
 from long_run import chosen
 
@@ -55,9 +57,7 @@ ALONE = "[(0, 0, 1, 0, 1)]"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
 OPENMPI = ["mpirun.openmpi", "--oversubscribe", "-np", "3"]
 MPICH = ["mpirun.mpich", "-np", "3"]
-ENVIRONMENT = {
-    **os.environ, "OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}  # fmt: skip
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 COMPLAINTS = ("finalize", "BAD TERMINATION", "exited", "terminated")
 
 
@@ -67,16 +67,28 @@ def need(*programs: str) -> None:
             pytest.skip(f"{program} is not installed")
 
 
-def run(command: list[str], tmp_path: Path, body: str = "", **env: str) -> tuple[int, str, str]:
+@pytest.fixture
+def run(rank_server: RankServer) -> Callable[..., tuple[int, str, str]]:
+    """Provides `ended` for processes that import torch."""
+    return partial(ended, [sys.executable, *rank_server.python()])
+
+
+def ended(python: list[str], command: list[str], tmp_path: Path, body: str = "", **env: str) -> tuple[int, str, str]:
     """Returns exit code, stdout and stderr of ``command python program``; without a body, of the command alone."""
     need(command[0])
     if body:
         path = tmp_path / "program.py"
         path.write_text(textwrap.dedent(body))
-        command = [*command, sys.executable] if command[:3] != TORCHRUN[:3] else command
-        command = [*command, str(path)]
+        if command == TORCHRUN:
+            command = [*python, *command[1:], "--no-python"]
+        command = [*command, *python, str(path)]
     process = subprocess.Popen(
-        command, env={**ENVIRONMENT, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        command,
+        env={**os.environ, **ENVIRONMENT, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
     )
     try:
         out, err = process.communicate(timeout=250)
@@ -88,11 +100,12 @@ def run(command: list[str], tmp_path: Path, body: str = "", **env: str) -> tuple
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+def weights(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> str:
     """Returns the weights that one process trains on all rows."""
     path = tmp_path_factory.mktemp("alone") / "program.py"
     path.write_text(TRAIN)
-    out = subprocess.run([sys.executable, str(path)], check=True, capture_output=True, text=True, timeout=250).stdout
+    words = [sys.executable, *rank_server.python(), str(path)]
+    out = subprocess.run(words, check=True, capture_output=True, text=True, timeout=250).stdout
     assert out.startswith(ALONE)
     return out.removeprefix(ALONE)
 
@@ -103,14 +116,14 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     [(TORCHRUN, TRAIN), (OPENMPI, TRAIN + AGAIN), (MPICH, TRAIN + AGAIN)],
     ids=["torchrun", "openmpi, and enter the world again", "mpich, and enter the world again"],
 )
-def test_three_ranks_of_a_launcher_train_as_one_process_does(command, body, weights, tmp_path):
+def test_three_ranks_of_a_launcher_train_as_one_process_does(run, command, body, weights, tmp_path):
     code, out, err = run(command, tmp_path, body)
     assert (code, out) == (0, ONE_HOST + weights), err
     assert not any(word in err for word in COMPLAINTS), err
 
 
 @pytest.mark.night
-def test_torchrun_in_the_environment_of_sparks_torchdistributor_has_its_own_ranks(weights, tmp_path):
+def test_torchrun_in_the_environment_of_sparks_torchdistributor_has_its_own_ranks(run, weights, tmp_path):
     # TorchDistributor sets these in each barrier task, of which it counts the numbers, and starts torchrun there.
     of_task = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "PYSPARK_TORCH_DISTRIBUTOR_RDZV_ID": "run"}
     of_task |= {"RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
@@ -122,7 +135,7 @@ def test_torchrun_in_the_environment_of_sparks_torchdistributor_has_its_own_rank
 @pytest.mark.parametrize(
     "command", chosen([TORCHRUN, OPENMPI, MPICH], few=[OPENMPI]), ids=lambda command: Path(command[0]).name
 )
-def test_a_launcher_within_a_worker_of_hvdlite_run_is_the_one_that_counts(command, weights, tmp_path):
+def test_a_launcher_within_a_worker_of_hvdlite_run_is_the_one_that_counts(run, command, weights, tmp_path):
     need(command[0])
     (tmp_path / "program.py").write_text(TRAIN)
     python = [] if command == TORCHRUN else [sys.executable]
@@ -133,7 +146,7 @@ def test_a_launcher_within_a_worker_of_hvdlite_run_is_the_one_that_counts(comman
 
 @pytest.mark.night
 @pytest.mark.parametrize("command", chosen([OPENMPI, MPICH], few=[MPICH]), ids=lambda command: Path(command[0]).name)
-def test_hvdlite_run_within_an_mpi_job_is_the_one_that_counts(command, weights, tmp_path):
+def test_hvdlite_run_within_an_mpi_job_is_the_one_that_counts(run, command, weights, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     one = [*command[:-1], "1"]
     inner = [sys.executable, "-m", "hvdlite_launcher", "-np", "3", sys.executable, str(tmp_path / "train.py")]
@@ -143,7 +156,7 @@ def test_hvdlite_run_within_an_mpi_job_is_the_one_that_counts(command, weights, 
 
 @pytest.mark.night(but=1)
 @pytest.mark.parametrize("command", [OPENMPI, MPICH], ids=["openmpi", "mpich"])
-def test_a_rank_that_has_ended_well_does_not_end_those_that_go_on(command, tmp_path):
+def test_a_rank_that_has_ended_well_does_not_end_those_that_go_on(run, command, tmp_path):
     body = """
     import os, sys, time
     import psutil
@@ -169,13 +182,13 @@ def test_a_rank_that_has_ended_well_does_not_end_those_that_go_on(command, tmp_p
 
 
 @pytest.mark.night
-def test_mpich_ends_with_the_exit_code_of_the_rank_that_failed(tmp_path):
+def test_mpich_ends_with_the_exit_code_of_the_rank_that_failed(run, tmp_path):
     code, _, err = run(MPICH, tmp_path, TRAIN + "if hvd.rank() == 1: sys.exit(7)\nhvd.barrier()\n")
     assert code == 7, err
 
 
 @pytest.mark.night
-def test_mpi_itself_can_be_used_after_init(tmp_path):
+def test_mpi_itself_can_be_used_after_init(run, tmp_path):
     body = """
     import ctypes, sys
     import hvdlite as hvd
@@ -193,7 +206,7 @@ def test_mpi_itself_can_be_used_after_init(tmp_path):
 
 
 @pytest.mark.night
-def test_one_rank_of_mpirun_needs_nobody(tmp_path):
+def test_one_rank_of_mpirun_needs_nobody(run, tmp_path):
     code, out, err = run(["mpirun.mpich", "-np", "1"], tmp_path, TRAIN)
     assert code == 0, err
     assert out.startswith(ALONE)
@@ -253,7 +266,7 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str]
 
 @pytest.mark.night(but=1)
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
-def test_over_two_hosts_ranks_meet_through_the_launchers_own_exchange(name, inside, weights, tmp_path):
+def test_over_two_hosts_ranks_meet_through_the_launchers_own_exchange(run, name, inside, weights, tmp_path):
     need(f"mpirun.{name}")
     enter, directory = inside
     hosts = {
@@ -268,7 +281,7 @@ def test_over_two_hosts_ranks_meet_through_the_launchers_own_exchange(name, insi
 
 @pytest.mark.night
 @pytest.mark.parametrize("name", chosen(["openmpi", "mpich"], few=["mpich"]))
-def test_an_address_of_the_users_own_is_where_the_ranks_meet(name, inside, weights, tmp_path):
+def test_an_address_of_the_users_own_is_where_the_ranks_meet(run, name, inside, weights, tmp_path):
     need(f"mpirun.{name}")
     command = {"openmpi": OPENMPI, "mpich": MPICH}[name]
     # The port is free, because no other program is in this network.
@@ -352,7 +365,7 @@ def slurm(inside: tuple[list[str], Path]) -> tuple[list[str], dict[str, str]]:
 
 
 @pytest.mark.night
-def test_srun_on_one_node_trains_as_one_process_does(slurm, weights, tmp_path):
+def test_srun_on_one_node_trains_as_one_process_does(run, slurm, weights, tmp_path):
     enter, environment = slurm
     code, out, err = run([*enter, "srun", "-N", "1", "-n", "3"], tmp_path, TRAIN + AGAIN, **environment)
     assert (code, out) == (0, ONE_HOST + weights), err
@@ -360,7 +373,7 @@ def test_srun_on_one_node_trains_as_one_process_does(slurm, weights, tmp_path):
 
 @pytest.mark.night(but=1)
 @pytest.mark.parametrize("mpi", ["none", "pmi2"])
-def test_srun_on_two_nodes_trains_as_one_process_does(mpi, slurm, weights, tmp_path):
+def test_srun_on_two_nodes_trains_as_one_process_does(run, mpi, slurm, weights, tmp_path):
     enter, environment = slurm
     command = [*enter, "srun", f"--mpi={mpi}", "-N", "2", "-n", "3", "--distribution=block"]
     code, out, err = run(command, tmp_path, TRAIN + AGAIN, **environment)
@@ -368,7 +381,7 @@ def test_srun_on_two_nodes_trains_as_one_process_does(mpi, slurm, weights, tmp_p
 
 
 @pytest.mark.night
-def test_a_program_in_the_shell_of_a_slurm_job_is_one_rank(slurm, tmp_path):
+def test_a_program_in_the_shell_of_a_slurm_job_is_one_rank(run, slurm, tmp_path):
     enter, environment = slurm
     code, out, err = run([*enter, "salloc", "-n", "3"], tmp_path, TRAIN, **environment)
     assert code == 0, err
@@ -380,7 +393,7 @@ def test_a_program_in_the_shell_of_a_slurm_job_is_one_rank(slurm, tmp_path):
 
 
 @pytest.mark.night
-def test_slurm_hands_on_the_exit_code_of_a_failed_task(slurm, tmp_path):
+def test_slurm_hands_on_the_exit_code_of_a_failed_task(run, slurm, tmp_path):
     enter, environment = slurm
     body = TRAIN + "if hvd.rank() == 1: sys.exit(7)\nhvd.barrier()\n"
     code, _, err = run([*enter, "srun", "-n", "3"], tmp_path, body, **environment)
@@ -411,7 +424,7 @@ if hvd.rank() == 0:
 @pytest.mark.night(but=1)
 @pytest.mark.parametrize("limit", chosen(["signal", "time"], few=["signal"]))
 @pytest.mark.parametrize("script", ["srun", "hvdlite-run"])
-def test_a_job_saves_on_all_ranks_before_its_time_limit_and_goes_on_in_the_queue(script, limit, slurm, tmp_path):
+def test_a_job_saves_on_all_ranks_before_its_time_limit_and_goes_on_in_the_queue(run, script, limit, slurm, tmp_path):
     """Slurm counts limits in minutes, so the short form sends what it sends before the limit by `scancel`."""
     enter, environment = slurm
     example = (Path(__file__).parents[2] / f"examples/slurm/{script}.sbatch").read_text()
@@ -468,20 +481,20 @@ SECRET = "0123456789abcdef0123456789abcdef"
 
 
 @pytest.mark.night
-def test_ranks_of_torchrun_meet_with_a_secret_of_the_users_own(tmp_path):
+def test_ranks_of_torchrun_meet_with_a_secret_of_the_users_own(run, tmp_path):
     code, out, err = run(TORCHRUN, tmp_path, GREET, HVDLITE_SECRET=SECRET)
     assert (code, out) == (0, "[0, 1, 2]\n" * 3), err
 
 
 @pytest.mark.night
-def test_a_rank_with_another_secret_is_an_error_everywhere_before_anything_is_connected(tmp_path):
+def test_a_rank_with_another_secret_is_an_error_everywhere_before_anything_is_connected(run, tmp_path):
     code, _, err = run(TORCHRUN, tmp_path, GREET, HVDLITE_SECRET=SECRET, SECRET_OF_RANK_1=SECRET[::-1])
     assert code != 0
     assert "HVDLITE_SECRET to the same value for every rank" in err
 
 
 @pytest.mark.night
-def test_mpirun_carries_the_secret_itself_and_the_users_counts_where_there_is_one(tmp_path):
+def test_mpirun_carries_the_secret_itself_and_the_users_counts_where_there_is_one(run, tmp_path):
     for env in ({}, {"HVDLITE_SECRET": SECRET}):
         code, out, err = run(MPICH, tmp_path, GREET, **env)
         assert (code, out) == (0, "[0, 1, 2]\n" * 3), err

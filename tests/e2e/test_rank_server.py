@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import signal
+import subprocess
 import sys
 from functools import partial
 
@@ -65,12 +67,25 @@ def test_the_program_of_a_copy_sees_and_does_what_that_of_a_new_process_does(lau
         request.addfinalizer(partial(signal.signal, signal.SIGQUIT, signal.signal(signal.SIGQUIT, signal.SIG_IGN)))
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "input").write_text("typed")
-    env = dict.fromkeys(("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"), "1" if is_set else "")
+    followed = ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTORCH_NVML_BASED_CUDA_CHECK")
+    env = dict.fromkeys(followed, "1" if is_set else "")
     told = []
     for copies in (True, False):
         with open(tmp_path / "input") as file:
             words = ("-np", "1", sys.executable, "program.py", "--flag", "ü x")
             told.append(read_by(launch(*words, copies=copies, cwd=tmp_path, stdin=file, env=env)))
+    assert_same(*told)
+
+
+def test_so_does_that_of_a_copy_that_no_agent_starts(tmp_path, rank_server):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    told = []
+    for python in (rank_server.python(), ()):
+        words = [sys.executable, *python, "program.py", "--flag", "ü x"]
+        options = {"cwd": tmp_path, "env": {**os.environ, "TMPDIR": str(tmp_path)}, "start_new_session": True}
+        done = subprocess.run(words, input="typed", capture_output=True, text=True, check=False, timeout=200, **options)
+        assert done.returncode == 5, done.stderr
+        told.append(json.loads(done.stdout))
     assert_same(*told)
 
 

@@ -92,18 +92,21 @@ def test_ranks_that_called_init_are_named_if_they_exchanged_nothing(launch, case
 
 def test_functions_in_workers_are_warned_of_too(launch, rank_server):
     program = f"import hvdlite\n{TRAINS}\nhvdlite.run(train, np=2)\nprint(hvdlite.run(train, np=2, independent='true'))"
-    code, out, err = launch(program=("-c", rank_server.line_for_functions() + program)).ended()
+    program = rank_server.line_for_functions() + program
+    code, out, err = launch(program=(*rank_server.python(), "-c", program)).ended()
     assert (code, out) == (0, b"[None, None]\n"), err.decode()
     assert len(warnings(err)) == 1, err.decode()
 
 
 @pytest.mark.night(but=2)
 @pytest.mark.parametrize(("case", "independent", "expected"), [("apart", "0", 1), ("apart", "1", 0), ("ddp", "0", 0)])
-def test_under_another_launcher_rank_0_warns(tmp_path, case, independent, expected):
+def test_under_another_launcher_rank_0_warns(tmp_path, rank_server, case, independent, expected):
     (tmp_path / "train.py").write_text(INIT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    python = [sys.executable, *rank_server.python()]
+    torchrun = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", *python]
     env = {**os.environ, "HVDLITE_INDEPENDENT": independent}
-    done = subprocess.run([*torchrun, case], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    words = [*torchrun, "train.py", case]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     found = [line for line in done.stderr.splitlines() if "made an optimizer" in line]
     assert len(found) == expected, done.stderr
     for line in found:

@@ -26,10 +26,11 @@ print("all done", __debug__)
 """
 
 
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize(
     ("flags", "environment"),
     # The variable is hvdlite-run's and its agents' too.
-    [(["-O"], {}), ([], {"PYTHONOPTIMIZE": "2", "HVDLITE_SHM": "0"})],
+    [([], {"PYTHONOPTIMIZE": "2", "HVDLITE_SHM": "0"}), (["-O"], {})],
 )
 def test_programs_work_without_assertions(launch, tmp_path, flags, environment):
     program = tmp_path / "program.py"

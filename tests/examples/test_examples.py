@@ -50,11 +50,11 @@ def hvdlite_run(rank_server: RankServer) -> list[str]:
 
 
 @pytest.fixture
-def run(hvdlite_run: list[str]) -> Callable[..., Done[str]]:
+def run(hvdlite_run: list[str], rank_server: RankServer) -> Callable[..., Done[str]]:
     """Provides a function that returns the output of an example, on this many ranks, or without hvdlite-run."""
 
     def run_example(example: str, *args: object, ranks: int | None = None) -> Done[str]:
-        launcher = [] if ranks is None else [*hvdlite_run, "-np", str(ranks), sys.executable]
+        launcher = rank_server.python() if ranks is None else [*hvdlite_run, "-np", str(ranks), sys.executable]
         return run_words(*launcher, f"examples/{example}", *map(str, args))
 
     return run_example

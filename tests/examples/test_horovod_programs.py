@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from copied_ranks import RankServer
 from examples.test_examples import (
     ROOT,
     Done,
@@ -31,14 +32,14 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture
-def run(hvdlite_run: list[str]) -> Callable[..., list[str]]:
+def run(hvdlite_run: list[str], rank_server: RankServer) -> Callable[..., list[str]]:
     """Provides a function that returns rank 0's output, with this many workers or in one process.
 
     ``by_flag``: hvdlite-run has the shim.
     """
 
     def run_program(program: str, *args: object, ranks: int | None = None, by_flag: bool = False) -> list[str]:
-        launcher = [] if ranks is None else [*hvdlite_run, "-np", str(ranks), sys.executable]
+        launcher = [*rank_server.python()] if ranks is None else [*hvdlite_run, "-np", str(ranks), sys.executable]
         shim = ["-m", "hvdlite.horovod"]
         if by_flag:
             launcher, shim = [*launcher[:-1], "--horovod", launcher[-1]], []

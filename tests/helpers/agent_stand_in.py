@@ -3,6 +3,9 @@
 The launcher starts it in the agent's place, or sshd on a test machine does, for a launcher elsewhere. It hands its
 standard streams on, ends as the agent ends, and the agent ends with it. Where a copy of the server could not be as this
 process is (another user, limit or cgroup, for example), it becomes an agent itself.
+
+`python agent_stand_in.py --python SOCKET WORD...` stands in for `python WORD...` in the same way, but for signals: one
+that ends it kills the copy.
 """
 
 from __future__ import annotations
@@ -59,14 +62,14 @@ def receive(connection: socket.socket, count: int) -> tuple[dict | None, list[in
         return json.load(file), fds
 
 
-def main(path: str) -> int:
-    """Returns the agent's exit code, or ends by the signal that has killed it."""
+def main(path: str, own: tuple[str, ...]) -> int:
+    """Returns the exit code of the copy that runs the command ``own``, or ends by the signal that has killed it."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(path)
     request = {
         "environment": dict(os.environ),
         "cwd": os.getcwd(),
-        "words": AGENT,
+        "words": own,
         "spaces": spaces(),
         "ignored": [each for each in signal.valid_signals() if signal.getsignal(each) == signal.SIG_IGN],
         "surroundings": surroundings(),
@@ -75,7 +78,7 @@ def main(path: str) -> int:
     answer = connection.recv(1 << 16)
     if answer == b'"declined"':
         connection.close()
-        os.execv(AGENT[0], AGENT)
+        os.execv(own[0], own)
     if answer != b'"forked"':
         raise RuntimeError("the rank server, or the copy of it, has failed: see its stderr")
     # The connection to the launcher is the agent's.
@@ -83,7 +86,7 @@ def main(path: str) -> int:
     for fd in (0, 1):
         os.dup2(nothing, fd)
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # as the agent does
+        signal.signal(signum, signal.SIG_IGN if own == AGENT else signal.SIG_DFL)  # as the agent does
     answer = connection.recv(1 << 16)
     code = json.loads(answer) if answer else -signal.SIGKILL
     if code < 0:
@@ -92,4 +95,6 @@ def main(path: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[-1]))
+    if sys.argv[1] == "--python":
+        sys.exit(main(sys.argv[2], (sys.executable, *sys.argv[3:])))
+    sys.exit(main(sys.argv[-1], AGENT))

@@ -42,6 +42,10 @@ class RankServer:
         """Returns the arguments by which Python runs hvdlite-run with such ranks."""
         return str(_HELPERS / "forking_launcher.py"), str(self._path)
 
+    def python(self) -> tuple[str, ...]:
+        """Returns the arguments by which Python runs such a copy, before those of its program. A signal kills it."""
+        return "-S", str(_HELPERS / "agent_stand_in.py"), "--python", str(self._path)
+
     def line_for_functions(self) -> str:
         """Returns a statement after which `hvdlite_launcher.run`, in the same program, has such ranks."""
         words = (*self.launcher(), "--function")

@@ -14,6 +14,8 @@ A worker is a copy only where that makes no difference to its program; otherwise
 this: it is no program of Python's, does not use torch, or has options or variables that an interpreter reads when it
 starts.
 
+A program that no agent starts is a copy by the same rule, if it is asked for by `RankServer.python`.
+
 A copy ends as an interpreter does, except that it does not unload torch, which takes a third of a second of a core.
 Workers that replace others are copies of the fork source too, and the agent starts no fork server. With
 TEST_HVDLITE_LONG copies unload torch, and fork servers are started.
@@ -43,7 +45,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from agent_stand_in import receive, send, spaces, surroundings
+from agent_stand_in import AGENT, receive, send, spaces, surroundings
 from hvdlite_launcher.host import agent, forked_workers, remote_parent, stacks_on_signal, start_workers
 from hvdlite_launcher.host.start_workers import ForkedProcess, Worker
 from hvdlite_launcher.plan.python_command import PythonCommand, parse_python
@@ -57,10 +59,17 @@ _ANSWER_BYTES = 64
 _IS_LONG = os.environ.get("TEST_HVDLITE_LONG") == "1"
 _HOOK = os.path.join(os.path.dirname(os.path.abspath(start_workers.__file__)), "path")
 _HOROVOD = os.path.join(os.path.dirname(os.path.abspath(hvdlite.__file__)), "horovod", "path")
+# None of its modules has the name of one that a copy has imported from elsewhere.
+_HELPERS = os.path.dirname(os.path.abspath(__file__))
 # Variables that are read when an interpreter or a library is loaded, without those that a copy can follow.
-_FOLLOWED = ("OMP_NUM_THREADS", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")
+_FOLLOWED = (
+    *("OMP_NUM_THREADS", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"),
+    # Which lightning and scikit-learn set in the process that runs the tests, too.
+    *("PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
+)
 _READ_ON_LOAD = re.compile(
-    r"(BLIS|GOMP|GOTO|KMP|LD|MALLOC|MKL|NUMEXPR|OMP|OPENBLAS|PYTHON|PYTORCH|TORCH[A-Z]*|VECLIB)_?[A-Z0-9_]+|TZ"
+    r"(BLIS|GOMP|GOTO|KMP|LD|MALLOC|MKL|NUMEXPR|OMP(?!I)|OPENBLAS|PYTHON|PYTORCH|TORCH(?!ELASTIC|_NCCL)[A-Z]*|VECLIB)"
+    r"_?[A-Z0-9_]+|TZ"
 )
 # A worker's, when its program has ended, and by no signal.
 _exit_code: list[int] = []
@@ -91,13 +100,19 @@ class _IsForkSourceError(Exception):
 # ------------------------------------------------------------------- the server
 
 
-def _serve(listener: socket.socket) -> dict[str, Any]:
-    """Answers requests for remote parents until stdin ends; returns a request, in the process that is forked for it."""
+def _serve(listener: socket.socket, variables: _Variables) -> dict[str, Any]:
+    """Answers requests of stand-ins until stdin ends; returns a request, in the process that is forked for it."""
     own, own_spaces = surroundings(), spaces()
 
     def fork_for(request: Mapping[str, Any], connection: socket.socket) -> int | None:
         if request["surroundings"] != own:
             return None
+        if request["words"] != [*AGENT]:
+            environment = request["environment"]
+            command = parse_python(request["words"], environment)
+            # MPICH's mpirun hands a file on, which a copy has not.
+            if command is None or "PMI_FD" in environment or not _is_like_this(command, environment, variables):
+                return None
         return os.fork() if request["spaces"] == own_spaces else _fork_beside(connection)
 
     selector = selectors.DefaultSelector()
@@ -258,7 +273,7 @@ def _is_like_this(command: PythonCommand, environment: Mapping[str, str], variab
     return (
         not command.options
         and shutil.which(command.interpreter, path=environment.get("PATH")) == sys.executable
-        and {*environment.get("PYTHONPATH", "").split(os.pathsep)} <= {_HOOK, _HOROVOD}
+        and {*environment.get("PYTHONPATH", "").split(os.pathsep)} <= {"", _HOOK, _HOROVOD, _HELPERS}
         and _locale(environment) == _locale(variables.before)
         and all(
             environment.get(name) in (variables.before.get(name), variables.after.get(name))
@@ -347,8 +362,8 @@ def _is_for_copies(program: forked_program.Program, cwd: str) -> bool:
 
 def _begin(path: str) -> None:
     """Does what an interpreter does before it runs the program, by its environment."""
-    entries = [each for each in os.environ["PYTHONPATH"].split(os.pathsep) if each != _HOOK]
-    sys.path[:0] = [path, *entries]
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path, *(each for each in entries if each not in ("", _HOOK))]
     tempfile.tempdir = None
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
@@ -362,7 +377,8 @@ def _begin(path: str) -> None:
     # In a new process `import torch` registers before hvdlite does; what is registered last runs first.
     at_end = vars(hvdlite)["_end_of_program"]
     atexit.unregister(at_end)
-    stacks_on_signal.register()
+    if _HOOK in entries:
+        stacks_on_signal.register()
     atexit.register(at_end)
 
 
@@ -416,8 +432,16 @@ def main(listener: int, modules: tuple[str, ...]) -> None:
 
 
 def _program(listener: socket.socket, variables: _Variables) -> forked_program.Program:
-    """Returns the program to run, in workers."""
-    _become(_serve(listener))
+    """Returns the program to run, in workers and in other copies that run one."""
+    request = _serve(listener, variables)
+    _become(request)
+    if request["words"] != [*AGENT]:
+        command = parse_python(request["words"], os.environ)
+        assert command is not None
+        vars(forked_program)["_begin_anew"]()
+        _begin(command.first_path(request["cwd"]))
+        arguments, words = list(command.arguments), list(command.words)
+        return forked_program.Program(command.kind, command.program, arguments, words, {})
     run = agent.main
     agent.main = lambda *arguments: _agent_main(run, variables, *arguments)
     try:

@@ -20,8 +20,8 @@ def _needs_ignite() -> None:
     pytest.importorskip("ignite")
 
 
-def test_idist_trains_the_weights_of_one_process_and_has_collectives_under_hvdlite_run_horovod(ranks_results):
-    (one,), _ = ranks_results("alone", size=1, program=(PROGRAM,))
+def test_idist_trains_the_weights_of_one_process_and_has_collectives_under_hvdlite_run(ranks_results, rank_server):
+    (one,), _ = ranks_results("alone", size=1, program=(*rank_server.python(), PROGRAM))
     ranks, err = ranks_results("--horovod", "-np", "2", sys.executable, PROGRAM, "own")
     for number, rank in enumerate(ranks):
         assert rank["place"] == {

@@ -193,11 +193,12 @@ def test_arguments_that_are_not_the_optimizers_or_not_the_users_are_refused(name
         HvdliteStrategy(**{name: 1})
 
 
-def test_without_lightning_the_import_says_how_to_install_it():
+def test_without_lightning_the_import_says_how_to_install_it(rank_server):
     program = (
         "import sys, hvdlite\nassert not {'lightning', 'pytorch_lightning'} & sys.modules.keys()\n"
         "sys.modules['lightning'] = sys.modules['pytorch_lightning'] = None\n"
         "try:\n    import hvdlite.lightning\nexcept ImportError as error:\n    print(error)"
     )
-    said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=200, text=True)
+    words = [sys.executable, *rank_server.python(), "-c", program]
+    said = subprocess.run(words, check=True, capture_output=True, timeout=200, text=True)
     assert said.stdout.endswith("which is not installed: pip install lightning\n")

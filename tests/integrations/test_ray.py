@@ -27,6 +27,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     tmp = tmp_path_factory.mktemp("ray")
     # Ray keeps the token of its cluster in the home directory.
     env = {"HOME": str(tmp), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    env["RAY_prestart_worker_first_driver"] = "0"  # else as many as there are CPUs, which are not all used
     job = Launch(tmp, (str(tmp / "results"),), env, None, cwd=tmp, program=(PROGRAM,))
     try:
         code, out, err = job.ended(800)
@@ -68,6 +69,7 @@ def test_the_executor_raises_the_error_that_is_the_cause_and_says_what_is_missin
     assert "has not found 2 times {'CPU': 1} on different nodes within" in executor["too large"]
 
 
+@pytest.mark.night
 def test_a_program_written_for_horovods_executor_runs_unchanged(found):
     assert_trained(found["horovod"], found["alone"])
 
