@@ -131,9 +131,7 @@ class Agents:
         from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  # costs 10 ms
 
         ssh, timeout_s = self._job.ssh, self._job.start_timeout_s
-        with ThreadPoolExecutor(
-            _MOST_CONNECTORS
-        ) as pool:  # one process of ssh per host, to read the user's configuration
+        with ThreadPoolExecutor(_MOST_CONNECTORS) as pool:
             return list(pool.map(lambda h: local_agent_argv() if h.is_here else ssh.agent_argv(h, timeout_s), hosts))
 
     def connect_later(self, label: str, slots: int) -> None:

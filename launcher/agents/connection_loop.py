@@ -19,6 +19,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+_MOST_S = 2.0  # how long the end may take: it may have to start an ssh from a file system that hangs
+
 
 class ConnectionLoop:
     """The thread, and what it waits for. The data of each registration in ``selector`` is a function to be called."""
@@ -49,9 +51,9 @@ class ConnectionLoop:
         heapq.heappush(self._alarms, (time.monotonic() + delay_s, next(self._numbers), work))
 
     def close(self) -> None:
-        """Ends the thread once it has done what it was given."""
+        """Ends the thread once it has done what it was given; goes on without it if that takes too long."""
         self.call(self._close)
-        self._thread.join()
+        self._thread.join(_MOST_S)
         for each in (self._woken, self._wakes):
             each.close()
 

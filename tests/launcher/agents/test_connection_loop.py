@@ -10,6 +10,7 @@ import time
 from queue import SimpleQueue
 
 import pytest
+from hvdlite_launcher.agents import connection_loop
 from hvdlite_launcher.agents.connection_loop import ConnectionLoop
 
 
@@ -97,6 +98,17 @@ def test_what_has_come_before_an_alarm_is_read_before_it_also_after_a_long_stop(
 
     loop.call(stop_for_a_moment)
     assert [called.get(timeout=60) for _ in range(2)] == [b"x", "alarm"]
+
+
+def test_the_end_does_not_wait_for_a_call_that_hangs(loop, monkeypatch):
+    monkeypatch.setattr(connection_loop, "_MOST_S", 0.01)
+    is_over = threading.Event()
+    loop.call(lambda: is_over.wait(60))
+    loop.close()
+    assert not is_over.is_set()
+    is_over.set()
+    loop._thread.join(60)
+    assert not loop._thread.is_alive()
 
 
 def test_after_the_end_calls_do_nothing_and_the_end_comes_once(loop):
