@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -252,8 +252,8 @@ class Connecting:
 
         Once the generation has been revoked gloo begins no more, since it cannot read from the ranks' store.
         """
-        until_s = time.monotonic() + _MOST_GIVING_UP_S
-        self._give_up_while(lambda: bool(self.sockets.addresses) and time.monotonic() < until_s)
+        begun, until_s = self.sockets.listeners(), time.monotonic() + _MOST_GIVING_UP_S
+        self._give_up_while(lambda: bool(begun & self.sockets.listeners()) and time.monotonic() < until_s, begun)
 
     @contextlib.contextmanager
     def for_at_most(self, limit_s: float) -> Iterator[None]:
@@ -273,10 +273,10 @@ class Connecting:
             is_over.set()
             limit.join()
 
-    def _give_up_while(self, is_needed: Callable[[], bool]) -> None:
+    def _give_up_while(self, is_needed: Callable[[], bool], of: Collection[int] | None = None) -> None:
         let_in: set[int] = set()
         while is_needed() and not self._over.wait(_PAUSE_S):
             with contextlib.suppress(OSError):  # such as too many open files: then it tries again
-                self.sockets.end_waits(self._size, let_in)
+                self.sockets.end_waits(self._size, let_in, of)
             while self._end:
                 self._end.pop()()

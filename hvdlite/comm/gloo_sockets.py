@@ -183,12 +183,16 @@ class OpeningGroups(_Sockets):
         """This end's addresses, at which gloo listens; none before it does."""
         return tuple(sorted({tcp.address_in(each.getsockname()) for each, _, listens in self._found() if listens}))
 
-    def end_waits(self, size: int, let_in: set[int]) -> None:
+    def listeners(self) -> set[int]:
+        """Returns what identifies the groups: the inodes of their listeners."""
+        return set(_connecting.listeners())
+
+    def end_waits(self, size: int, let_in: set[int], of: Collection[int] | None = None) -> None:
         """Makes gloo fail where it waits for one of ``size`` ranks. Call it repeatedly, since gloo tries again.
 
-        ``let_in`` has what was done so far: empty at first, then the same.
+        ``let_in`` has what was done so far: empty at first, then the same. ``of``: only for these `listeners`.
         """
-        for each, inode, listens in self._found():
+        for each, inode, listens in self._found(of):
             with contextlib.suppress(OSError):  # gloo has closed it meanwhile
                 if listens and inode not in let_in:
                     let_in.add(inode)
@@ -196,9 +200,10 @@ class OpeningGroups(_Sockets):
                 elif not listens and tcp.state_of(each) == tcp.SYN_SENT:
                     each.shutdown(socket.SHUT_RDWR)
 
-    def _found(self) -> Iterator[tuple[socket.socket, int, bool]]:
-        for loop in _connecting.loops():
-            yield from _sockets_of(loop)
+    def _found(self, of: Collection[int] | None = None) -> Iterator[tuple[socket.socket, int, bool]]:
+        for listener, loop in _connecting.listeners().items():
+            if of is None or listener in of:
+                yield from _sockets_of(loop)
 
 
 def own_addresses() -> tuple[str, ...]:
@@ -313,10 +318,10 @@ class _ConnectingThreads:
     def leave_to_parent(self) -> None:
         self._count = 0
 
-    def loops(self) -> list[int]:
-        """Returns the event loops of the groups that they are opening."""
+    def listeners(self) -> dict[int, int]:
+        """Returns the listeners of the groups that they are opening, each with its event loop."""
         with self._lock:
-            return list(_listeners(self._before).values()) if self._count else []
+            return _listeners(self._before) if self._count else {}
 
     def __enter__(self) -> None:
         with self._lock:

@@ -98,6 +98,23 @@ def test_what_has_begun_can_be_given_up_alone_and_that_ends_once_it_has_failed(w
         under_way.give_up_begun()
 
 
+def test_a_group_that_begins_while_what_had_begun_is_given_up_is_left_alone(monkeypatch):
+    """As that of the next world, while a thread of the one before still gives up."""
+    earlier, looks = Connecting(2), []
+    with opening("is connected to") as (_, thread, errors):
+        (begun,) = earlier.sockets.listeners()
+        # As if it had begun before that group.
+        monkeypatch.setattr(earlier.sockets, "listeners", lambda: looks.append(1) or {begun + 1})
+        monkeypatch.setattr("hvdlite.comm.gloo._MOST_GIVING_UP_S", 0.2)
+        earlier.give_up_begun()
+        assert len(looks) > 1
+        assert thread.is_alive()
+        monkeypatch.undo()
+        earlier.give_up_begun()
+        thread.join()
+        assert len(errors) == 1
+
+
 @pytest.mark.parametrize("way", ["connects", "is connected to"])
 def test_gloo_that_may_connect_for_some_time_at_most_fails_after_that(way):
     # By itself it would take 50 minutes.
