@@ -49,11 +49,19 @@ class Request:
         wait for the handle continue.
         """
         group, what = self.group, self.handle.what
+        execution = Execution(group, what, owns, divisor)
+        self.end_with(lambda: group.ends.run(group.label, partial(self.run, execution)), recorder, note_end)
+
+    def end_with(
+        self, make: Callable[[], Any], recorder: Recorder, note_end: Callable[[], None] = lambda: None
+    ) -> None:
+        """Calls ``make`` on the current thread; what it returns or raises becomes the handle's."""
+        what = self.handle.what
         if recorder.is_on:
             recorder.note_waiting(what, self.since_ns, time.monotonic_ns())
         try:
             with recorder.span(OPERATIONS, what) if recorder.is_on else nullcontext():
-                result = group.ends.run(group.label, partial(self.run, Execution(group, what, owns, divisor)))
+                result = make()
         except BaseException as error:  # noqa: BLE001 - raised by threads that wait for the handle
             note_end()
             self.handle.fail(error)
@@ -108,6 +116,10 @@ class Executor:
         else:
             self.current = (what, time.monotonic())
             request.carry_out(owns, divisor, self.recorder, self._note_end)
+
+    def end_with(self, request: Request, make: Callable[[], Any]) -> None:
+        """Ends an operation at once with what ``make`` returns or raises; otherwise like `carry_out`."""
+        request.end_with(make, self.recorder, self._note_end)
 
     def finish(self) -> None:
         """Ends the thread once everything that was put in is done."""

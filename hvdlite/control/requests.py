@@ -5,7 +5,7 @@
                    └─ no ──────────────── no go ────────── a message ── begin, refuse: rank 0 has answered
                                                                      └─ fail_all: the connection to rank 0 has ended
     call_directly ── the calling thread votes, with its data ── go: the result
-                                                             └─ no go: a message, as above
+                                                             └─ not at once: the executor goes on, as above
 
 `control_client` calls it. `voting` explains how a vote is decided, and why both ways lead to one order of operations. A
 ticket is the number of the operation's handle; rank 0's answers carry it.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,11 +28,32 @@ from ..comm.group import Group
 from ..comm.recorder import OPERATIONS
 from ..errors import CommunicationError, describe_interrupt, list_names
 from ..shm.board import Board
+from ..shm.vote_data import VoteData
 from .callers import Callers
 from .executor import Executor, Name, Request
 from .joins import Joins
 from .rank0_connection import Rank0Connection
-from .voting import MOST_BYTES, Voter
+from .voting import MOST_BYTES, DirectVote, Voter
+
+
+@dataclass(slots=True, eq=False)
+class _Direct:
+    """A direct call in its vote; ``operation`` and ``handle`` are there once the executor goes on with it."""
+
+    group: Group
+    call: DirectCall
+    caller: CallingThread | None
+    vote: DirectVote
+    since_ns: int = field(default_factory=time.monotonic_ns)
+    operation: Operation | None = None
+    handle: Handle | None = None
+    is_handed_over: bool = False
+
+    @property
+    def name(self) -> Name | None:
+        """Its name among the names in use."""
+        call = self.call
+        return None if call.name is None else (self.group.set_id, call.kind.name, call.name)
 
 
 class Requests:
@@ -65,6 +86,8 @@ class Requests:
         # The request that is being voted on: it may have its go on the board although the connection to rank 0 has
         # ended.
         self._voted_ticket: int | None = None
+        # The call that a thread of the program votes on, until it ends.
+        self._direct: _Direct | None = None
 
     def __len__(self) -> int:
         return len(self._by_ticket)
@@ -98,40 +121,100 @@ class Requests:
         """
         caller = self._labels.of_call((group.set_id, call.kind.name, None)) if call.name is None else None
         agreed = call.agreed + repr((call.name, caller and caller.name)).encode()
-        voter = self._voter
-        assert voter is not None, "the caller has asked `can_vote`"
-        name = _name_of(call)
-        with self._lock:
-            self._callers.called()
-            is_voting = len(agreed) <= MOST_BYTES and self._may_vote(0) and voter.begin()
-            if is_voting and name is not None:
-                self._names.add(name)
-        if not is_voting:
-            return self._submit(group, call.operation(), caller).wait()
-        recorder, since_ns = self._executor.recorder, time.monotonic_ns()
+        direct = _Direct(group, call, caller, DirectVote(agreed, call.tensor))
         try:
-            voter.vote_with_data(agreed, call.tensor)
-            is_timed = self._connection.watch.clock.begin_wait()
-            try:
-                data = voter.data_of_go()
-            finally:
-                if is_timed:
-                    self._connection.watch.clock.end_wait()
+            if self._begin_direct(direct) and (data := self._vote_directly(direct)) is not None:
+                try:
+                    result = self._result(direct, data)
+                finally:
+                    with self._lock:
+                        is_own = direct.handle is None
+                        if is_own:
+                            self._end_direct(direct)
+                if is_own:
+                    return result
+            with self._lock:
+                self._hand_over(direct)
         except BaseException as error:
-            # The vote stands, and this rank goes on with it, as with any call whose wait is interrupted.
-            self._executor.put_call(partial(self._end_direct_vote, group, call, caller))
+            with self._lock:
+                self._hand_over(direct)
             if isinstance(error, KeyboardInterrupt):
                 describe_interrupt(error, call.describe(), "")
             raise
-        if data is None:
-            return self._request_after_vote(group, call, caller).wait()
+        handle = direct.handle
+        return (self._submit(group, call.operation(), caller) if handle is None else handle).wait()
+
+    def _begin_direct(self, direct: _Direct) -> bool:
+        voter, name = self._voter, direct.name
+        assert voter is not None, "the caller has asked `can_vote`"
+        with self._lock:
+            self._callers.called()
+            if len(direct.vote.agreed) > MOST_BYTES or not self._may_vote(0):
+                return False
+            # First: a thread that is interrupted leaves this behind.
+            self._direct = direct
+            if not voter.begin():
+                self._direct = None
+                return False
+            if name is not None:
+                self._names.add(name)
+            return True
+
+    def _vote_directly(self, direct: _Direct) -> VoteData | None:
+        voter, clock = self._voter, self._connection.watch.clock
+        assert voter is not None, "a vote has begun"
+        voter.cast(direct.vote)
+        is_timed = clock.begin_wait()
         try:
-            if recorder.is_on:
-                recorder.note_waiting(call.describe(), since_ns, time.monotonic_ns())
-            with recorder.span(OPERATIONS, call.describe()) if recorder.is_on else nullcontext():
-                return call.result(data)
+            return voter.data_soon(direct.vote)
         finally:
-            self._end_vote(partial(self._names.discard, name))
+            if is_timed:
+                clock.end_wait()
+
+    def _result(self, direct: _Direct, data: VoteData) -> Any:
+        call, recorder = direct.call, self._executor.recorder
+        if not recorder.is_on:
+            return call.result(data)
+        recorder.note_waiting(call.describe(), direct.since_ns, time.monotonic_ns())
+        with recorder.span(OPERATIONS, call.describe()):
+            return call.result(data)
+
+    def _hand_over(self, direct: _Direct) -> None:
+        """Has the executor go on with a direct call, unless it has ended, or was handed over before. Under the lock.
+
+        The call is a request from now on, and its handle is there.
+        """
+        voter = self._voter
+        if self._direct is not direct or voter is None or direct.is_handed_over:
+            return
+        if not voter.is_voting:
+            # Interrupted as it began, or as it ended.
+            self._end_direct(direct)
+        elif self._connection.end_reason is not None:
+            # The executor may have ended.
+            direct.handle = Handle(direct.call.describe())
+            direct.handle.fail(self._connection.error_of_end(direct.call.describe()))
+            self._end_direct(direct)
+        else:
+            # In this order: the thread may have been interrupted here before.
+            if direct.operation is None:
+                direct.operation = direct.call.operation()
+            handle = direct.handle
+            if handle is None:
+                handle = direct.handle = Handle(direct.call.describe())
+            if int(handle) not in self._by_ticket:
+                self._names.discard(direct.name)
+                self._add(handle, direct.group.set_id, direct.operation, direct.since_ns)
+            self._voted_ticket = int(handle)
+            self._executor.put_call(partial(self._finish_direct, direct))
+            direct.is_handed_over = True
+
+    def _end_direct(self, direct: _Direct) -> None:
+        """Ends a direct vote behind which nothing is held. Under the lock."""
+        if self._voter is not None:
+            self._voter.end()
+        self._names.discard(direct.name)
+        self._direct = None
 
     def say_in_order(self, message: ToRank0) -> None:
         """Sends a message that requests no operation, after everything that was submitted before."""
@@ -167,7 +250,7 @@ class Requests:
             self._ask(ask)
         return handle
 
-    def _add(self, handle: Handle, set_id: int, operation: Operation) -> None:
+    def _add(self, handle: Handle, set_id: int, operation: Operation, since_ns: int | None = None) -> None:
         """Adds a request, under the lock; raises a ValueError if its name is in use."""
         name = None if operation.name is None else (set_id, operation.kind.name, operation.name)
         if name in self._names:
@@ -177,17 +260,24 @@ class Requests:
                 "that is currently being processed.  If you want to request another tensor, use a different "
                 f"tensor name. ({handle.what})"
             )
-        request = Request(handle, operation.run, self._operation_groups[set_id], name)
-        if name is not None:
-            self._names.add(name)
+        since_ns = time.monotonic_ns() if since_ns is None else since_ns
+        request = Request(handle, operation.run, self._operation_groups[set_id], name, since_ns)
         ticket = int(handle)
-        self._by_ticket[ticket] = request
         handle.while_waiting = partial(self._callers.blocked_in, ticket)
         handle.timed = self._connection.watch.clock.waiting
         handle.waits_for = partial(self._waits_for, ticket)
+        if name is not None:
+            self._names.add(name)
+        self._by_ticket[ticket] = request
 
     def _is_held(self, say: Callable[[], None]) -> bool:
-        return self._voter is not None and self._voter.hold(say)
+        """Has ``say`` called when the vote in progress has ended, if there is one. Under the lock."""
+        # After the connection's end nothing ends the vote.
+        is_held = self._voter is not None and self._connection.end_reason is None and self._voter.hold(say)
+        if is_held and self._direct is not None:
+            # Its thread may be the one that calls, from a signal handler, or wait for it there.
+            self._hand_over(self._direct)
+        return is_held
 
     def _may_vote(self, in_progress: int) -> bool:
         """Whether no more requests than these are in progress, nothing that runs, and no join. Under the lock."""
@@ -238,56 +328,37 @@ class Requests:
     def _vote(self, operation: Operation, group: Group, ask: OperationRequest, call: bytes) -> None:
         """Votes; runs the operation if all ranks vote for it now, else requests it by a message."""
         assert self._voter is not None, "a vote has begun"
-        is_go = self._voter.vote(call, ask)
+        request = self._end_vote(ask, is_go=self._voter.vote(call, ask))
+        if request is not None:
+            self._executor.carry_out(request, [operation.own] * group.size, group.size)
+
+    def _finish_direct(self, direct: _Direct) -> None:
+        """Waits for the decision on a direct call that was handed over, and ends it as `_vote` does."""
+        voter, handle, operation = self._voter, direct.handle, direct.operation
+        if self._direct is not direct or voter is None or handle is None or operation is None:
+            return
+        ask = _ask_for(handle, direct.group, operation, direct.caller)
+        data = voter.data_of_go(direct.vote)
+        request = self._end_vote(ask, is_go=data is not None)
+        if request is not None and data is not None:
+            self._executor.end_with(request, partial(direct.call.result_elsewhere, data))
+
+    def _end_vote(self, ask: OperationRequest, *, is_go: bool) -> Request | None:
+        """Ends the vote for ``ask``: returns the request if it is a go, else sends it, before those held behind it."""
+        assert self._voter is not None, "a vote has begun"
         with self._lock:
             self._voted_ticket = None
+            self._direct = None
             request = self._take(ask.ticket) if is_go else None
             self._executor.begun += is_go
         if not is_go:
             self._ask(ask)
-        self._end_vote(has_asked=request is None)
-        if request is not None:
-            self._executor.carry_out(request, [operation.own] * group.size, group.size)
-
-    def _end_direct_vote(self, group: Group, call: DirectCall, caller: CallingThread | None) -> None:
-        """Goes on with the vote of a thread that was interrupted."""
-        assert self._voter is not None, "a vote has begun"
-        if self._voter.data_of_go() is None:
-            self._request_after_vote(group, call, caller)
-        else:
-            self._end_vote(partial(self._names.discard, _name_of(call)))
-
-    # -- on the thread that has voted
-
-    def _request_after_vote(self, group: Group, call: DirectCall, caller: CallingThread | None) -> Handle:
-        """Requests by a message what this thread has voted on, before the messages that were held meanwhile."""
-        try:
-            operation = call.operation()
-        except BaseException:
-            self._end_vote(partial(self._names.discard, _name_of(call)))
-            raise
-        handle = Handle(operation.describe())
-        ask = _ask_for(handle, group, operation, caller)
-
-        def request() -> None:
-            self._names.discard(_name_of(call))
-            self._add(handle, group.set_id, operation)
-            self._ask_held(ask)
-
-        self._end_vote(request, has_asked=True)
-        return handle
-
-    def _end_vote(self, before: Callable[[], object] = lambda: None, *, has_asked: bool = False) -> None:
-        """Sends the messages held during the vote; ``before`` is called first, under the lock.
-
-        ``has_asked`` is whether the call that was voted on has been requested by a message.
-        """
-        assert self._voter is not None, "a vote has begun"
-        if self._voter.say_held(before) or has_asked:
+        if self._voter.say_held() or request is None:
             # Rank 0 ignored reports of threads blocked in requests that it receives only now.
             self._callers.report_again()
             if self._connection.end_reason is not None:
                 self.fail_all()
+        return request
 
     # -- on the listening thread
 
@@ -366,7 +437,3 @@ def _ask_for(handle: Handle, group: Group, operation: Operation, caller: Calling
         operation.own,
         caller,
     )
-
-
-def _name_of(call: DirectCall) -> Name | None:
-    return None if call.name is None else (0, call.kind.name, call.name)

@@ -12,12 +12,12 @@ memory is `shm.board`.
 join. Until the round is decided it sends no other request. Its threads' calls in that time are held, and sent after the
 decision in the order of the calls. So a rank's calls reach the other ranks in their order, by either path.
 
-**Who decides.** Only rank 0's process decides, under one lock, once per round; the board shows which round is open. Its
-thread that votes decides when all ranks have voted. The decision is a go if all digests are equal and the negotiation
-has nothing unsettled: no operation pending, none refused and still to be reported to some rank, no rank joined or
-ended. Otherwise it closes the round. Its coordinator closes the open round as soon as something is unsettled, or when a
-rank reports that it has waited long enough. A rank reads the outcome once the round is decided, and never changes its
-vote, so all ranks see the same outcome.
+**Who decides.** Only rank 0's process decides, under one lock, once per round; the board shows which round is open. The
+thread that votes there decides when all ranks have voted. The decision is a go if all digests are equal and the
+negotiation has nothing unsettled: no operation pending, none refused and still to be reported to some rank, no rank
+joined or ended. Otherwise it closes the round. Its coordinator closes the open round as soon as something is unsettled,
+or when a rank reports that it has waited long enough. A rank reads the outcome once the round is decided, and never
+changes its vote, so all ranks see the same outcome.
 
 **Why the order of operations is the same on all ranks.** A rank votes only when it has nothing in progress, and starts
 nothing else until it has run the voted call. At a go every rank has voted. So no operation can be before it on one rank
@@ -33,9 +33,11 @@ each rank's own values, and the thread's name if the user gave no name for the c
 would have answered with a go. If they differ, the negotiation gets the requests, and finds the difference.
 
 **Direct calls.** The thread of a call that waits for at most `PAYLOAD_BYTES` votes itself, and writes its data before
-its vote. At a go all data are there, so nothing else can fail or wait: each rank makes the result from them. Everything
-above applies, since the rank counts as voting until it has read the data. A thread that is interrupted in the wait, as
-by Ctrl-C, leaves its vote to the executor.
+its vote. At a go all data are there, so nothing else can fail or wait: each rank makes the result from them. All of the
+above applies, since the rank counts as voting until it has read the data. The thread has the vote to itself for at most
+`PATIENCE_S`. If that is over, if another call is held behind the vote, or if the thread is interrupted, the executor
+goes on with it as with any other vote: nothing depends on when, or whether, the thread comes back. A signal handler may
+call hvdlite in the middle of a vote, or wait for a thread that does.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -59,6 +62,20 @@ _LOOK_S = 0.1
 
 # A vote with data never equals one without: after a go all ranks use the data, or all use the engine.
 _WITH_DATA = b"with data"
+
+
+@dataclass(slots=True, eq=False)
+class DirectVote:
+    """A vote with data: what is voted on, and this rank's tensor, or None.
+
+    ``number`` is the round in which it is cast. ``may_wait``: it is cast, and has not waited for `PATIENCE_S`.
+    """
+
+    agreed: bytes
+    tensor: Tensor | None
+    number: int = 0
+    data: VoteData | None = None
+    may_wait: bool = False
 
 
 class Voter:
@@ -85,8 +102,6 @@ class Voter:
         self._is_over = is_over
         # Functions that send the held messages; None if no vote is in progress.
         self._held: list[Callable[[], None]] | None = None
-        # The round of this vote, 0 if none was possible, and the slot of its data.
-        self._direct = 0, board.data
 
     # -- on the calling thread, under the lock
 
@@ -109,7 +124,7 @@ class Voter:
         self._held.append(say)
         return True
 
-    # -- on the thread that votes: the executor's, or that of a direct call
+    # -- on the executor's thread, or that of a direct call
 
     def vote(self, call: bytes, ask: OperationRequest) -> bool:
         """Votes for a call in the open round; returns whether all ranks make it now. Blocks until the round is decided.
@@ -120,37 +135,40 @@ class Voter:
         if number == 0:
             return False
         self._board.vote(number, hashlib.blake2b(call, digest_size=DIGEST_BYTES).digest())
-        return self._is_go(number, ask)
+        return self._is_go(number, ask, PATIENCE_S)
 
-    def vote_with_data(self, call: bytes, tensor: Tensor | None) -> None:
-        """Votes for a call in the open round, together with this rank's data; `data_of_go` must follow."""
-        number = self._open_round()
-        # First: a thread that is interrupted here may have voted.
-        self._direct = number, self._board.data
-        if number == 0:
-            return
-        if tensor is not None:
-            self._direct[1].write(tensor.data_ptr(), tensor.nbytes)
-        self._board.vote(number, hashlib.blake2b(call, digest_size=DIGEST_BYTES, person=_WITH_DATA).digest())
+    def cast(self, vote: DirectVote) -> None:
+        """Votes for a call in the open round, together with this rank's data. It does not block."""
+        vote.number = self._open_round()
+        if vote.number:
+            vote.data = self._board.data
+            if vote.tensor is not None:
+                vote.data.write(vote.tensor.data_ptr(), vote.tensor.nbytes)
+            digest = hashlib.blake2b(vote.agreed, digest_size=DIGEST_BYTES, person=_WITH_DATA).digest()
+            self._board.vote(vote.number, digest)
+            vote.may_wait = True
 
-    def data_of_go(self) -> VoteData | None:
-        """Returns the data of all ranks if all make the call; else None. Blocks until the round is decided.
+    def data_soon(self, vote: DirectVote) -> VoteData | None:
+        """Returns the data of all ranks, valid until the vote ends, if there is a go within `PATIENCE_S`; else None."""
+        if vote.number == 0:
+            return None
+        vote.may_wait = self._is_decided_within(vote.number, None, PATIENCE_S)
+        return vote.data if self._board.outcome(vote.number) else None
 
-        Another thread may call it again. Until `say_held` the data stay as they are.
-        """
-        number, data = self._direct
-        return data if number and self._is_go(number, None) else None
+    def data_of_go(self, vote: DirectVote) -> VoteData | None:
+        """Like `data_soon`, but blocks until the round is decided: rank 0 is asked to close it if that takes long."""
+        patience_s = PATIENCE_S if vote.may_wait else 0.0
+        return vote.data if vote.number and self._is_go(vote.number, None, patience_s) else None
 
-    def say_held(self, before: Callable[[], object] = lambda: None) -> bool:
-        """Ends the vote, and sends the held messages; returns whether there were any.
+    def end(self) -> None:
+        """Ends the vote, behind which nothing is held. Under the lock."""
+        self._held = None
 
-        ``before`` is called first, under the same lock.
-        """
+    def say_held(self) -> bool:
+        """Ends the vote, and sends the held messages; returns whether there were any."""
         # Under the lock, so that no message overtakes the held ones, and no calling thread can add more of them.
         with self._lock:
-            before()
             held, self._held = self._held, None
-            self._direct = 0, self._board.data
             for say in held or ():
                 say()
         return bool(held)
@@ -160,8 +178,8 @@ class Voter:
         number = self._board.open_round
         return 0 if self._board.is_paused or self._is_over() else number
 
-    def _is_go(self, number: int, ask: OperationRequest | None) -> bool:
-        if not self._is_decided_within(number, ask, PATIENCE_S):
+    def _is_go(self, number: int, ask: OperationRequest | None, patience_s: float) -> bool:
+        if not self._is_decided_within(number, ask, patience_s):
             self._close_round(number)
             while not (self._is_over() or self._is_decided_within(number, ask, _LOOK_S)):
                 pass

@@ -89,6 +89,7 @@ class Collective(ABC):
         return submit(self.operation(), self.process_set, self.sources)
 
     def operation(self) -> Operation:
+        """Returns the collective as what is requested from the other ranks."""
         return Operation(self.kind, self.run, self.name, self.same(), self.own())
 
     def differentiable(self) -> tuple[Tensor, ...]:
@@ -165,15 +166,14 @@ def submit(operation: Operation, process_set: ProcessSet, tensors: Sequence[Tens
         failed = Handle(operation.describe())
         failed.fail(error)
         return failed
-    handle = world.controller.submit(group, in_callers_modes(operation, streams))
+    handle = world.controller.submit(group, in_callers_modes(operation, torch.is_inference_mode_enabled(), streams))
     if streams:
         handle.before_taking = take
     return handle
 
 
-def in_callers_modes(operation: Operation, streams: Sequence[torch.cuda.Stream] = ()) -> Operation:
-    """Returns the operation, to be run with these streams, the caller's inference mode and no other mode of torch."""
-    is_inference = torch.is_inference_mode_enabled()
+def in_callers_modes(operation: Operation, is_inference: bool, streams: Sequence[torch.cuda.Stream] = ()) -> Operation:
+    """Returns the operation, to be run with these streams, this inference mode and no other mode of torch."""
 
     def run(execution: Execution) -> Any:
         # With HVDLITE_CHECK=0 it runs on the caller's thread, where a `with torch.device(...)` would choose the device

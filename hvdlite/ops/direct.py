@@ -83,8 +83,12 @@ def allgather(tensor: Any, name: Any, process_set: Any) -> Tensor | None:
         return None
 
     def result(data: VoteData) -> Tensor:
-        rows = tensor.shape or (1,)
-        return torch.cat([part.view(rows) for part in data.elements(tensor.dtype, tensor.numel())])
+        parts = data.elements(tensor.dtype, tensor.numel())
+        rows = len(tensor) if tensor.dim() else 1
+        joined: Tensor = tensor.new_empty((len(parts) * rows, *tensor.shape[1:]))
+        # With `out`, which autocast leaves alone.
+        torch.cat(parts, out=joined.view(-1))
+        return joined
 
     def usual() -> Operation:
         return Allgather(ALLGATHER, [tensor], name, process_set).operation()
@@ -137,7 +141,7 @@ def _ranks() -> int:
 @lru_cache(maxsize=1024)
 def _agreed(kind: str, dtype: torch.dtype, shape: torch.Size, argument: int | None) -> bytes:
     """What is equal on all ranks that make this call."""
-    return repr((kind, str(dtype), tuple(shape), argument and int(argument))).encode()
+    return repr((kind, str(dtype), tuple(shape), None if argument is None else int(argument))).encode()
 
 
 def _call(
@@ -158,7 +162,9 @@ def _call(
     survival = world.survival
     if survival is not None and survival.error_of_call("") is not None:
         return None
-    call = DirectCall(kind, name, agreed, tensor, result, lambda: in_callers_modes(usual()))
+    is_inference = torch.is_inference_mode_enabled()
+    operation = lambda: in_callers_modes(usual(), is_inference)  # noqa: E731  # a def takes three lines
+    call = DirectCall(kind, name, agreed, tensor, result, operation, is_inference)
     made: Result | None = world.controller.call_directly(world.group, call)
     return made
 

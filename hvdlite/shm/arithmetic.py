@@ -133,7 +133,9 @@ class Arithmetic:
     def _memory(self, dtype: torch.dtype, numel: int, number: int = 0) -> Tensor:
         while len(self._scratch) <= number or self._scratch[number].numel() < numel:
             del self._scratch[number:]
-            self._scratch.append(torch.empty(numel, dtype=dtype, device="cpu"))
+            # It is written in later calls, too, which may be outside of `torch.inference_mode`.
+            with torch.inference_mode(False):
+                self._scratch.append(torch.empty(numel, dtype=dtype, device="cpu"))
         return self._scratch[number][:numel]
 
 

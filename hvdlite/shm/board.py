@@ -25,7 +25,8 @@ from .vote_data import VoteData
 
 DIGEST_BYTES = 16
 
-# Offsets in 64-bit words. A vote and its digest share a cache line, and so do rank 0's decisions.
+# Offsets in 64-bit words. A vote and its digest share a cache line, and so do rank 0's decisions. The lowest bit of
+# _WITH_DATA is the slot for the next data, and the others are the last round that was decided with data.
 _VOTE, _DIGEST, _ASLEEP, _OPEN, _GO, _PAUSED, _WITH_DATA, _VOTES_BELL, _DECISION_BELL = 0, 1, 8, 16, 17, 18, 19, 24, 32
 
 # As in `peers`: how long a rank with a core of its own checks before it sleeps, and how often a rank yields where there
@@ -87,7 +88,7 @@ class Board:
     def data(self) -> VoteData:
         """The data that go with the votes of the open round; this rank writes its own before it votes."""
         # The slot changes with a go alone, for which this rank's vote is needed.
-        return self._data[self._of_rank_0[_WITH_DATA] % VOTE_SLOTS]
+        return self._data[self._of_rank_0[_WITH_DATA] & 1]
 
     def vote(self, number: int, digest: bytes) -> None:
         """Vote in round ``number`` (the open round, or one just decided) for the call with this digest."""
@@ -149,9 +150,13 @@ class Board:
         ``has_data`` is whether the votes of a go came with data.
         """
         number = self._own[_OPEN]
+        last = self._own[_WITH_DATA]
+        # The thread that decides may be interrupted anywhere, and another decide or close the round: what is written
+        # twice stays as it was. All have voted, and so read the other slot.
+        if go and has_data and last >> 1 != number:
+            self._own[_WITH_DATA] = number << 1 | (last & 1 ^ 1)
         if go:
             self._own[_GO] = number
-            self._own[_WITH_DATA] += has_data
             fence()
         self._own[_OPEN] = number + 1
         fence()

@@ -25,7 +25,7 @@ class VoteData:
 
     def __init__(self, rank: int, pieces: Sequence[Tensor]) -> None:
         """``pieces`` are the bytes of the slot, by rank."""
-        self._pieces = pieces
+        self._rank, self._pieces = rank, pieces
         self._own = pieces[rank].data_ptr()
         self._elements: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         self._arithmetics: dict[tuple[object, torch.dtype], Arithmetic] = {}
@@ -33,6 +33,10 @@ class VoteData:
     def write(self, address: int, nbytes: int) -> None:
         """Copies this rank's data, ``nbytes`` at ``address``."""
         ctypes.memmove(self._own, address, nbytes)
+
+    def copy(self) -> VoteData:
+        """Returns the same data in memory of this process, for another thread."""
+        return VoteData(self._rank, [piece.clone() for piece in self._pieces])
 
     def elements(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
         """Returns the first elements of each rank's data, in rank order: views of the slot."""

@@ -17,7 +17,7 @@ import hvdlite as hvd
 from hvdlite.calls.mailbox import Mailbox, mailbox_pair
 from hvdlite.calls.messages import CloseRound, Go, GoAsStandIn, OperationRequest, ToRank0
 from hvdlite.control import voting
-from hvdlite.control.voting import Voter
+from hvdlite.control.voting import DirectVote, Voter
 from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.coordinator.negotiation import Negotiation
 from hvdlite.coordinator.stall import StallRules
@@ -468,8 +468,9 @@ def test_in_any_order_of_turns_all_ranks_carry_out_the_same_in_one_order_and_non
                 first = asks[0]
                 call = repr((first.kind, first.name)).encode()
                 if is_direct(first.what, rank, seed):
-                    voter.vote_with_data(call, torch.tensor(data_of(first.what, rank), dtype=torch.uint8))
-                    data = voter.data_of_go()
+                    vote = DirectVote(call, torch.tensor(data_of(first.what, rank), dtype=torch.uint8))
+                    voter.cast(vote)
+                    data = voter.data_soon(vote) or voter.data_of_go(vote)
                     if data is not None:
                         expected = [data_of(first.what, each) for each in range(size)]
                         assert data.elements(torch.uint8, 3) == expected
@@ -478,9 +479,9 @@ def test_in_any_order_of_turns_all_ranks_carry_out_the_same_in_one_order_and_non
                     is_go = voter.vote(call, first)
                 if is_go:
                     done[rank].append(asked.pop(first.ticket))
-                    voter.say_held()
                 else:
-                    voter.say_held(lambda first=first: mailbox.send(first))
+                    mailbox.send(first)
+                voter.say_held()
             else:
                 for ask in asks:
                     mailbox.send(ask)

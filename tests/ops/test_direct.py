@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import linecache
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +18,8 @@ import hvdlite as hvd
 from hvdlite.comm.flat_bytes import as_bytes
 from hvdlite.control import voting
 from hvdlite.control.executor import Executor
-from hvdlite.control.voting import Voter
+from hvdlite.control.voting import DirectVote, Voter
+from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.runtime import world
 from hvdlite.runtime.world import current_world
 from hvdlite.shm.board import Board
@@ -37,15 +41,15 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def direct(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Collects the calls of all ranks that end with a go on their data."""
     made: list[str] = []
-    data_of_go = Voter.data_of_go
+    data_soon = Voter.data_soon
 
-    def note(voter: Voter) -> VoteData | None:
-        data = data_of_go(voter)
+    def note(voter: Voter, vote: DirectVote) -> VoteData | None:
+        data = data_soon(voter, vote)
         if data is not None:
             made.append(threading.current_thread().name)
         return data
 
-    monkeypatch.setattr(Voter, "data_of_go", note)
+    monkeypatch.setattr(Voter, "data_soon", note)
     return made
 
 
@@ -330,9 +334,203 @@ def test_results_stay_when_later_calls_write_their_data():
     assert run_worlds(2, rank, engine=SHARED) == [True] * 2
 
 
-def test_ranks_of_several_hosts_and_process_sets_call_as_ever(direct):
-    def rank(own: int) -> float:
-        return hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+def test_a_call_that_rank_0_does_not_decide_on_is_among_what_the_rank_waits_for(monkeypatch):
+    """As where rank 0 is stopped: reports name the call, as any other."""
+    decided, decide_round = threading.Event(), Coordinator.decide_round
 
-    assert run_worlds(2, rank) == [2.0] * 2
+    def decide_late(coordinator: Coordinator, number: int, ask: Any) -> None:
+        if is_armed.is_set():
+            assert decided.wait(60)
+        decide_round(coordinator, number, ask)
+
+    is_armed = threading.Event()
+    monkeypatch.setattr(Coordinator, "decide_round", decide_late)
+
+    def rank(own: int) -> float:
+        once_votes_are_open()
+        controller = current_world().controller
+
+        def watch() -> None:
+            while "allreduce of 'x'" not in [what for what, _ in controller.waits()]:
+                threading.Event().wait(0.001)
+            decided.set()
+
+        is_armed.set()
+        if own == 1:
+            threading.Thread(target=watch, name="watch", daemon=True).start()
+        return hvd.allreduce(torch.ones(1), name="x", op=hvd.Sum).item()
+
+    assert run_worlds(2, rank, engine=SHARED) == [2.0] * 2
+
+
+@pytest.mark.parametrize("call", [lambda x: hvd.broadcast(x, 0, name="x"), lambda x: hvd.allreduce(x, name="x")])
+def test_a_call_in_whose_vote_the_world_ends_says_so(call, monkeypatch):
+    """As where another thread calls hvd.shutdown(), or a generation of an elastic job is revoked."""
+    wait, over = Board.wait, threading.Barrier(2)
+
+    def wait_revoked(board: Board, is_over: Callable[[], bool], timeout_s: float) -> bool:
+        if board.rank == 1 and is_armed.is_set():
+            current_world().controller._connection.revoke("hvd.shutdown() was called")
+            return False
+        return wait(board, is_over, timeout_s)
+
+    is_armed = threading.Event()
+    monkeypatch.setattr(Board, "wait", wait_revoked)
+
+    def rank(own: int) -> None:
+        once_votes_are_open()
+        try:
+            if own == 1:
+                is_armed.set()
+                call(torch.ones(1))
+        finally:
+            over.wait(60)
+
+    outcome = attempt_worlds(2, rank, engine=SHARED)[1]
+    assert isinstance(outcome, hvd.CommunicationError), outcome
+    assert "hvd.shutdown() was called" in str(outcome)
+
+
+def test_ranks_that_share_no_memory_call_as_ever(direct):
+    assert run_worlds(2, lambda own: hvd.allreduce(torch.ones(1), op=hvd.Sum).item()) == [2.0] * 2
     assert not direct
+
+
+@pytest.mark.usefixtures("patient")
+def test_members_of_a_process_set_call_as_ever(direct):
+    def rank(own: int) -> float:
+        once_votes_are_open()
+        members = hvd.add_process_set([0, 1])
+        return 0.0 if own == 2 else hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=members).item()
+
+    assert run_worlds(3, rank, engine=SHARED) == [2.0, 2.0, 0.0]
+    assert len(direct) <= 3
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("size", [2, 3])
+def test_autocast_and_inference_mode_change_no_result(size):
+    def rank(own: int) -> list[list[float]]:
+        once_votes_are_open()
+        half = torch.tensor([own + 1.0], dtype=torch.float16)
+        results = []
+        for context in (torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad()):
+            with context:
+                results += [hvd.allgather(half), hvd.allreduce(half, op=hvd.Sum), hvd.broadcast(half, 1)]
+        assert all(each.dtype is torch.float16 for each in results)
+        return [each.tolist() for each in results]
+
+    everyone = [1.0, 2.0, 3.0][:size]
+    assert run_worlds(size, rank, engine=SHARED) == [[everyone, [sum(everyone)], [2.0]] * 3] * size
+
+
+@pytest.mark.parametrize("goes", [True, False])
+def test_a_signal_handler_may_call_in_the_middle_of_a_call(goes, monkeypatch):
+    """As one that has all ranks agree to save. Ranks are threads, so the handler is called where a signal would come.
+
+    Each rank's handler calls while it waits for the decision, and once more while it makes its result.
+    """
+    monkeypatch.setattr(voting, "PATIENCE_S", 60.0 if goes else 0.0)
+    wait, reduced = Board.wait, VoteData.reduced
+    here = threading.local()
+
+    def handle_signal() -> None:
+        # Not again within its own calls.
+        if getattr(here, "signals", 0):
+            here.signals -= 1
+            left, here.signals = here.signals, 0
+            here.handled.append(hvd.allreduce(torch.tensor([100.0]), op=hvd.Sum).item())
+            here.handled.append(hvd.allgather(torch.tensor([1.0])).tolist())
+            here.signals = left
+
+    def wait_handling(board: Board, is_over: Callable[[], bool], timeout_s: float) -> bool:
+        handle_signal()
+        return wait(board, is_over, timeout_s)
+
+    def reduce_handling(data: VoteData, *arguments: Any) -> Tensor:
+        result = reduced(data, *arguments)
+        handle_signal()
+        return result
+
+    monkeypatch.setattr(Board, "wait", wait_handling)
+    monkeypatch.setattr(VoteData, "reduced", reduce_handling)
+
+    def rank(own: int) -> list[Any]:
+        once_votes_are_open()
+        here.handled, results = [], []
+        for value in (1.0, 2.0, 3.0):
+            here.signals = 2
+            results.append(hvd.allreduce(torch.tensor([value + own]), name=f"x{value}", op=hvd.Sum).item())
+            while here.signals:  # a call that found no vote had no such place
+                handle_signal()
+        return [results, here.handled]
+
+    outcomes = run_worlds(2, rank, engine=SHARED)
+    assert outcomes == [[[3.0, 5.0, 7.0], [200.0, [1.0, 1.0]] * 6]] * 2
+
+
+@pytest.mark.parametrize("goes", [True, False])
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_a_call_that_is_interrupted_at_any_line_leaves_the_ranks_in_step(interrupted, goes, monkeypatch):
+    """Ctrl-C at each line from the vote's begin to the call's end: the other rank gets its result, and both go on."""
+    monkeypatch.setattr(voting, "PATIENCE_S", 60.0 if goes else 0.0)
+    files = tuple(
+        f"hvdlite/{name}.py" for name in ("control/requests", "control/voting", "shm/board", "coordinator/coordinator")
+    )
+    begun, over = threading.Barrier(2), threading.Barrier(2)
+    is_last = threading.Event()
+
+    def rank(own: int) -> int:
+        once_votes_are_open()
+        requests = current_world().controller._requests
+        for line in itertools.count():
+            begun.wait(60)
+            if own == interrupted:
+                tracer = Interrupt(files, requests, line)
+                sys.settrace(tracer)
+                try:
+                    hvd.allreduce(torch.tensor([1.0]), name=f"x {line}", op=hvd.Sum)
+                except KeyboardInterrupt:
+                    pass
+                finally:
+                    sys.settrace(None)
+                if tracer.left >= 0:
+                    is_last.set()
+            else:
+                assert hvd.allreduce(torch.tensor([10.0]), name=f"x {line}", op=hvd.Sum).item() == 11.0
+            over.wait(60)
+            for value in (2.0, 3.0):
+                assert hvd.allreduce(torch.tensor([value]), name=f"y {line}", op=hvd.Sum).item() == 2 * value
+            if is_last.is_set():
+                return line
+        raise AssertionError
+
+    lines = run_worlds(2, rank, engine=SHARED)
+    assert min(lines) > 20
+
+
+class Interrupt:
+    """A trace function that raises KeyboardInterrupt at one of the lines of some files, once a direct call votes.
+
+    Not at those with the word `with`: Python handles no signal between a block and its lock's release.
+    """
+
+    def __init__(self, files: tuple[str, ...], requests: Any, line: int) -> None:
+        self._files, self._requests = files, requests
+        self.left = line
+        self._has_begun = False
+        self._seen: set[tuple[str, int]] = set()
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+        file, requests = frame.f_code.co_filename, self._requests
+        if event != "line" or self.left < 0 or not file.endswith(self._files):
+            return self
+        self._has_begun = self._has_begun or (requests._direct is not None and requests._voter.is_voting)
+        # A wait may come to its lines any number of times.
+        is_new = (file, frame.f_lineno) not in self._seen
+        self._seen.add((file, frame.f_lineno))
+        if self._has_begun and is_new and not linecache.getline(file, frame.f_lineno).lstrip().startswith("with "):
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+        return self
