@@ -214,7 +214,8 @@ class Group:
         where = f"{what} failed on {self.describe_rank(self.rank)}"
         if isinstance(error, RevokedError):
             return type(error)(f"{where}: {error}")
-        if "timed out" in str(error).lower():
+        # Gloo says the second of what else was in progress, since it closes all connections then.
+        if any(words in str(error).lower() for words in ("timed out", "application timeout")):
             return CommunicationError(
                 f"{where} because another rank did not take part within the timeout: it hangs, or the ranks call "
                 f"different collectives; if it is only slow, raise hvd.init(timeout_s=...). ({_first_line(error)})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -49,7 +49,7 @@ def require_right(group: Group, parts: Sequence[torch.Tensor], swap: int = 0) ->
 
 
 class Posting:
-    """A process group of gloo whose messages are noted, and may be held back."""
+    """A process group of gloo whose messages are noted. While it ``holds`` they are sent only by `let_go`."""
 
     def __init__(self, group: Group) -> None:
         engine = group.engine
@@ -57,7 +57,8 @@ class Posting:
         self._real = engine.process_group
         self.options = self._real.options
         self.posted: list[tuple[str, int]] = []
-        self.before_send: Callable[[], object] = lambda: None
+        self.holds = False
+        self.held: list[tuple[list[torch.Tensor], int, int]] = []
         engine._messages._process_group = self
 
     def rank(self) -> int:
@@ -71,9 +72,18 @@ class Posting:
         return self._real.recv(tensors, other, tag)
 
     def send(self, tensors: list[torch.Tensor], other: int, tag: int) -> Any:
-        self.before_send()
         self.posted.append(("send", other))
+        if self.holds:
+            self.held.append((tensors, other, tag))
+            return self
         return self._real.send(tensors, other, tag)
+
+    def wait(self, timeout: timedelta) -> None:
+        """As the work of a message that is held."""
+
+    def let_go(self) -> None:
+        for work in [self._real.send(*message) for message in self.held]:
+            work.wait(timedelta(seconds=60))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -128,56 +138,37 @@ def test_two_ranks_swap_larger_tensors_of_an_all_gather_and_more_leave_them_to_g
     assert run_ranks(3, rank) == [0, 0, 0]
 
 
-def test_all_receives_come_before_the_first_send_and_no_two_ranks_send_to_the_same_first() -> None:
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_receive_comes_before_the_sends_and_ranks_receive_from_one_other_at_a_time_each_from_its_own(
+    size: int,
+) -> None:
     def rank(group: Group) -> list[tuple[str, int]]:
         posting, sizes = Posting(group), [10] * group.size
         group.all_to_all(torch.zeros(sum(sizes), dtype=torch.uint8), sizes, sizes, "a swap")
         return posting.posted
 
-    of_ranks = run_ranks(4, rank)
-    for posted in of_ranks:
-        assert [kind for kind, _ in posted] == ["receive"] * 3 + ["send"] * 3
-    for turn in range(3, 6):
-        assert sorted(posted[turn][1] for posted in of_ranks) == [0, 1, 2, 3]
+    for own, posted in enumerate(run_ranks(size, rank)):
+        left = [(own - distance) % size for distance in range(1, size)]
+        assert posted[0] == ("receive", left[0])
+        assert [other for kind, other in posted if kind == "receive"] == left
+        assert [other for kind, other in posted if kind == "send"] == left[::-1]
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_messages_of_a_swap_that_come_before_those_of_an_earlier_one_are_not_taken_for_them(size: int) -> None:
     def rank(group: Group) -> None:
         posting = Posting(group)
-        has_begun, is_later_done = threading.Event(), threading.Event()
-        this_thread = threading.local()
-        if group.rank == 0:
-
-            def hold() -> None:
-                if getattr(this_thread, "is_held", False):
-                    has_begun.set()
-                    assert is_later_done.wait(60)
-
-            posting.before_send = hold
-            earlier: list[tuple[list[torch.Tensor], Any]] = []
-
-            def begin_held() -> None:
-                this_thread.is_held = True
-                earlier.append(begin(group, 0))
-
-            holding = threading.Thread(target=begin_held)
-            holding.start()
-            # The first swap has posted its receives.
-            assert has_begun.wait(60)
-        else:
-            earlier = [begin(group, 0)]
-        later_parts, later = begin(group, 4)
-        if group.rank == 0:
-            later.wait()
-            require_right(group, later_parts, 4)
-            is_later_done.set()
-            holding.join(60)
-        ((earlier_parts, earlier_work),) = earlier
-        earlier_work.wait()
-        later.wait()
-        require_right(group, earlier_parts, 0)
-        require_right(group, later_parts, 4)
+        posting.holds = group.rank == 0
+        # Of the same sizes.
+        earlier, earlier_work = begin(group, 0)
+        while posting.holds and len(posting.held) < size - 1:
+            time.sleep(0.001)
+        posting.holds = False
+        later, later_work = begin(group, 4)
+        posting.let_go()
+        for parts, work, swap in ((later, later_work, 4), (earlier, earlier_work, 0)):
+            work.wait()
+            require_right(group, parts, swap)
 
     run_ranks(size, rank)
 
@@ -293,11 +284,12 @@ def test_groups_of_many_ranks_use_gloo_itself(monkeypatch: pytest.MonkeyPatch) -
     assert all(run_ranks(2, rank))
 
 
-def test_a_rank_that_does_not_come_within_the_timeout_is_told_as_one() -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_does_not_come_within_the_timeout_is_told_as_one(size: int) -> None:
     is_over = threading.Event()
 
     def rank(group: Group) -> None:
-        if group.rank == 1:
+        if group.rank > 0:
             assert is_over.wait(60)
             return
         try:
@@ -307,7 +299,7 @@ def test_a_rank_that_does_not_come_within_the_timeout_is_told_as_one() -> None:
         finally:
             is_over.set()
 
-    run_ranks(2, rank)
+    run_ranks(size, rank)
 
 
 @pytest.mark.parametrize("size", [2, 3])
