@@ -30,7 +30,6 @@ MANY_METHODS = {
 MANY_ATTRIBUTES = {
     "Bucket": 22,
     "ElasticSampler": 23,
-    "Survival": 26,
 }
 # Public signatures, whose arguments Horovod's users know, and others.
 MANY_ARGUMENTS = {

@@ -166,6 +166,26 @@ class Follower(Protocol):
         """Gives up the step: the function of `hvd.elastic.run` is called again with the state before it."""
 
 
+class _StepToFinish(NamedTuple):
+    """The step in which this rank has lost others.
+
+    ``number``: that of its optimizer, None if it is of none. ``can_repeat``: see `SelfReport`. ``needs_min_np``: the
+    world had process sets.
+    """
+
+    number: int | None
+    can_repeat: bool
+    needs_min_np: bool
+
+
+class _Beginning(NamedTuple):
+    """What was exchanged at the begin of a world; ``newcomers`` is how many of its ranks were in none before."""
+
+    settlement: Settlement = Settlement({}, must_restore=False)
+    told: Sequence[RankReport] = ()
+    newcomers: int = 0
+
+
 class Survival:
     """This process's part in it, over all its worlds. The main thread's, as `init` and `step` are."""
 
@@ -185,12 +205,12 @@ class Survival:
         self._revoke = revoke
         self._has_sets = has_sets
         self._read_last_votes = read_last_votes
-        self._needs_min_np = False
         self._passed: dict[int, int] = {}
-        self._is_in_step = False
-        self._settlement = Settlement({}, must_restore=False)
-        # Steps that this rank discards, or has discarded and others may not know of; and whose loss is the reason.
-        self._discarded: frozenset[Step] = frozenset()
+        # While this rank enters another world in the middle of a step.
+        self._step: _StepToFinish | None = None
+        # Of the world in which this rank is.
+        self._beginning = _Beginning()
+        # The last loss, in words.
         self._lost = ""
         # What stands for this process in reports, and by the same the ranks of the last world in which all had one.
         self._identity = ""
@@ -199,29 +219,25 @@ class Survival:
         """The ranks that were lost so far, named as they were in the world before, such as ``rank 3 (node2)``."""
         self.beginnings = 0
         """How many worlds so far had ranks that did not come from the same step of the one before."""
-        self._newcomers = 0
         self._size = 0
         self._retry = Retry(_TRIES)
         self._listener: KeyListener | None = None
         self._on_change: Callable[[int], None] | None = None
         self._has_warned = False
         self._followers: list[weakref.ref[Follower]] = []
-        # The optimizer in whose step this rank is, and what each rank says of its followers.
-        self._number: int | None = None
-        self._can_repeat = True
-        self._told: list[RankReport] = []
-        self._is_going_on = False
+        self.is_going_on = False
+        """Whether the functions run that adapt to the ranks that are left, in the middle of a step."""
         # Whether other ranks already wait in the step that comes next on this one.
         self._others_are_ahead = False
 
     @property
     def newcomers(self) -> NewWorkerPolicy:
         """Whether the next world may have ranks that were in none before."""
-        if not self._is_in_step:
+        if self._step is None:
             return NewWorkerPolicy.WELCOME
         if self._on_change is None:
             return NewWorkerPolicy.NEVER
-        return NewWorkerPolicy.IF_NEEDED if self._needs_min_np else NewWorkerPolicy.AFTERWARDS
+        return NewWorkerPolicy.IF_NEEDED if self._step.needs_min_np else NewWorkerPolicy.AFTERWARDS
 
     # -- a world's begin and end
 
@@ -230,37 +246,37 @@ class Survival:
         self._listener = KeyListener(
             _store_client(), f"{assignment.prefix}/end", _ignore, partial(self._revoke, assignment.generation)
         )
-        if self._is_in_step:
+        if self._step is not None:
             point("report")
         self._identity = self._identity or f"{assignment.generation}.{assignment.rank}"
         told = _exchange(group, self._own_report())
         reports = [each.report for each in told]
-        self._settlement = settle(reports, [votes for each in told for votes in each.left])
-        self._others_are_ahead = self._is_in_step and any(
+        # A rank may also be new by its report alone: if it got its rank in a generation that never began.
+        newcomers = max(assignment.newcomers, sum(report.is_new for report in reports))
+        settlement = settle(reports, [votes for each in told for votes in each.left])
+        self._beginning = _Beginning(settlement, told, newcomers)
+        self._others_are_ahead = self._step is not None and any(
             report.is_in_step and any(steps > self._passed.get(at, 0) for at, steps in report.passed.items())
             for report in reports
         )
-        self.beginnings += not self._settlement.all_are_in_step
-        self._told = told
+        self.beginnings += not settlement.all_are_in_step
         ranks = {each.identity: group.describe_rank(rank) for rank, each in enumerate(told)}
         self.lost_ranks += [name for identity, name in self._ranks.items() if identity not in ranks]
         self._ranks = ranks
-        if self._is_in_step:
+        self._size = assignment.size
+        if self._step is not None:
             point("settled")
-        # A rank may also be new by its report alone: if it got its rank in a generation that never began.
-        newcomers = max(assignment.newcomers, sum(report.is_new for report in reports))
-        self._newcomers, self._size = newcomers, assignment.size
-        self._discarded = self._settlement.discarded
-        if not self._is_in_step:
-            self._passed = dict(self._settlement.passed)
+        else:
+            self._passed = dict(settlement.passed)
 
     def _own_report(self) -> RankReport:
         is_new, passed = self._size == 0, dict(self._passed)
-        if not self._is_in_step:
+        if self._step is None:
             return RankReport(SelfReport(is_new, False, passed), (), self._identity)
-        report = SelfReport(is_new, True, passed, self._number, self._can_repeat, self._discarded)
+        number = self._step.number
+        report = SelfReport(is_new, True, passed, number, self._step.can_repeat, self._beginning.settlement.discarded)
         left = tuple(self._read_last_votes())
-        notes = {name: follower.note_of(self._number) for name, follower in self._living().items()}
+        notes = {name: follower.note_of(number) for name, follower in self._living().items()}
         return RankReport(report, left, self._identity, sum(passed.values()), notes)
 
     def end(self) -> None:
@@ -273,7 +289,7 @@ class Survival:
         """Returns what other ranks must know of this one at the end of its program; None if there are none."""
         if self._size <= 1 or not self._passed:
             return None
-        return LastVotes(dict(self._passed), self._discarded)
+        return LastVotes(dict(self._passed), self._beginning.settlement.discarded)
 
     def note_removed(self) -> None:
         """Notes that this rank is removed from the job: it ends before the last step of the others."""
@@ -290,7 +306,7 @@ class Survival:
 
         After a loss others may already wait in the step that comes next here. The loss has failed the call on them.
         """
-        if not self._others_are_ahead or self._is_going_on:
+        if not self._others_are_ahead or self.is_going_on:
             return None
         return PeerLostError(
             f"{what} failed because a rank was lost, and other ranks wait in their next step already: take that step, "
@@ -306,7 +322,7 @@ class Survival:
 
     def discards(self, number: int) -> bool:
         """Whether all ranks discard the next step of the optimizer with this number. Any thread may call it."""
-        return (number, self._passed.get(number, 0)) in self._discarded
+        return (number, self._passed.get(number, 0)) in self._beginning.settlement.discarded
 
     def note_discarded(self, number: int, what: str, why: str) -> None:
         """Notes that this rank has discarded a step of the optimizer with this number.
@@ -331,11 +347,6 @@ class Survival:
         self._followers = [each for each in self._followers if each() is not None]
         self._followers.append(weakref.ref(follower))
 
-    @property
-    def is_going_on(self) -> bool:
-        """Whether the functions run that adapt to the ranks that are left, in the middle of a step."""
-        return self._is_going_on
-
     def _living(self) -> dict[str, Follower]:
         """The followers, by names that are equal on all ranks."""
         named: dict[str, Follower] = {}
@@ -346,13 +357,13 @@ class Survival:
                 named[f"{follower.kind}#{count}"] = follower
         return named
 
-    def _tell_followers(self) -> None:
-        gives_up = self._on_change is not None and self._newcomers > 0
-        told, self._told = self._told, []
+    def _tell_followers(self, number: int | None) -> None:
+        settlement, told, newcomers = self._beginning
+        gives_up = self._on_change is not None and newcomers > 0
         for name, follower in self._living().items():
             if gives_up:
-                follower.begin_again(self._number)
-            elif not self._settlement.is_last and all(name in each.notes for each in told):
+                follower.begin_again(number)
+            elif not settlement.is_last and all(name in each.notes for each in told):
                 follower.go_on([Note(each.votes, each.notes[name]) for each in told])
 
     def go_on(self, error: CommunicationError, number: int | None, *, can_repeat: bool = True) -> Outcome:
@@ -362,28 +373,27 @@ class Survival:
         ``error`` if the same ranks have failed several times, and a CommunicationError if others go back to a commit.
         """
         before, size = 0 if number is None else self._passed.get(number, 0), self._size
-        if not self._retry.failed(size, self._newcomers):
+        if not self._retry.failed(size, self._beginning.newcomers):
             raise error
         log.warning("survive: a rank was lost within a step, and the others go on: %s", error)
-        self._is_in_step, self._number, self._can_repeat = True, number, can_repeat
+        self._step = _StepToFinish(number, can_repeat, self._has_sets())
         self._lost = str(error)
-        self._needs_min_np = self._has_sets()
         try:
             point("leave")
             self._enter_again()
         finally:
-            self._is_in_step = False
-        if self._settlement.must_restore:
+            self._step = None
+        if self.must_restore:
             raise CommunicationError(
                 f"a rank was lost, and others go back to their last commit instead of this step ({error})"
             ) from error
-        self._tell_followers()
+        self._tell_followers(number)
         if self._on_change is not None:
-            self._is_going_on = True
+            self.is_going_on = True
             try:
-                self._on_change(self._newcomers)
+                self._on_change(self._beginning.newcomers)
             finally:
-                self._is_going_on = False
+                self.is_going_on = False
         elif not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -396,7 +406,7 @@ class Survival:
             return Outcome.REPEAT
         if self.discards(number):
             return Outcome.DISCARD
-        return Outcome.HAS_AVERAGES if self._settlement.passed.get(number, 0) > before else Outcome.REPEAT
+        return Outcome.HAS_AVERAGES if self._beginning.settlement.passed.get(number, 0) > before else Outcome.REPEAT
 
     @contextlib.contextmanager
     def calling(self, on_change: Callable[[int], None]) -> Iterator[None]:
@@ -413,12 +423,12 @@ class Survival:
     @property
     def all_are_in_step(self) -> bool:
         """Whether all ranks of this world came to it from the same step, and none was in no world before."""
-        return self._settlement.all_are_in_step
+        return self._beginning.settlement.all_are_in_step
 
     @property
     def must_restore(self) -> bool:
         """Whether ranks of this world had a step to finish, and others none: all go back to their last commit."""
-        return self._settlement.must_restore
+        return self._beginning.settlement.must_restore
 
 
 def _exchange(group: Group, own: RankReport) -> list[RankReport]:

@@ -328,13 +328,17 @@ def test_whoever_dies_wherever_two_optimizers_in_turn_agree_on_the_steps_that_th
 
 
 def test_the_exploration_finds_a_step_that_only_those_discard_that_wait_for_it(monkeypatch):
-    monkeypatch.setattr(Survival, "discards", lambda self, number: self._is_waiting_for(number))
-    monkeypatch.setattr(
-        Survival,
-        "_is_waiting_for",
-        lambda self, number: self._number == number and (number, self._passed.get(number, 0)) in self._discarded,
-        raising=False,
-    )
+    go_on, discards = Survival.go_on, Survival.discards
+
+    def note_and_go_on(self, error, number, **named):
+        self.waits_for = number
+        return go_on(self, error, number, **named)
+
+    def discards_what_it_waits_for(self, number):
+        return getattr(self, "waits_for", None) == number and discards(self, number)
+
+    monkeypatch.setattr(Survival, "go_on", note_and_go_on)
+    monkeypatch.setattr(Survival, "discards", discards_what_it_waits_for)
     with pytest.raises(AssertionError, match=r"different|lost"):
         Exploration(3, optimizers=2, repeaters=()).run()
 
