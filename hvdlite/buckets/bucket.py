@@ -97,7 +97,6 @@ class Bucket:
         memory: Memory,
     ) -> None:
         self.plan = plan
-        self.description = plan.describe()
         self._allocate = memory
         # The factor that gradients are multiplied by before they are sent.
         self._scale = scale
@@ -125,7 +124,6 @@ class Bucket:
         self._presence = TAKES_PART
         # In this step: the number of gradients that the bucket still waits for.
         self._missing = len(self.states)
-        self.is_full = self._missing == 0
         # In this step: the number of dense gradients so far, and how many of these are scaled.
         self._dense = 0
         self._scaled = 0
@@ -196,7 +194,6 @@ class Bucket:
         for state in self.frozen:
             state.awaited = state.param.requires_grad
             self._missing -= not state.awaited
-        self.is_full = self._missing == 0
         self._is_sent = self.asleep
         self._dense = self._scaled = 0
         self.full_since_ns = None
@@ -249,8 +246,7 @@ class Bucket:
         if not state.awaited:
             return False
         self._missing -= 1
-        self.is_full = self._missing == 0
-        if not self.is_full:
+        if self._missing:
             return False
         self.full_since_ns = time.monotonic_ns()
         return True
@@ -264,7 +260,7 @@ class Bucket:
     @property
     def can_leave(self) -> bool:
         """Whether it may be sent during backward: it is full, and autograd would add to nothing that it holds."""
-        return self.is_full and all(state.ready or state.param.grad is None for state in self.frozen)
+        return not self._missing and all(state.ready or state.param.grad is None for state in self.frozen)
 
     def seal(self, *, leave_scale: bool) -> tuple[BucketMemory, float]:
         """Makes the buffer ready to send: zeros for missing gradients, and this rank's flags.
@@ -361,7 +357,7 @@ class Bucket:
             return
         self.require_untouched()
         if self._is_sent and self._memory is not None and self._memory.has_moved:
-            what = f"one of the {self.description} was moved or converted, with the model,"
+            what = f"one of the {self.plan.describe()} was moved or converted, with the model,"
             raise changed_too_early(what, self.states[0].param)
         for state in self.states:
             if not state.ready or state.late:
@@ -375,7 +371,7 @@ class Bucket:
     def require_untouched(self) -> None:
         """Raises GradientError if the user has changed the buffer since hvdlite last wrote to it."""
         if self._is_wanted and self._version is not None and self._version != self.memory.flat._version:
-            raise changed_too_early(f"one of the {self.description} was changed", self.states[0].param)
+            raise changed_too_early(f"one of the {self.plan.describe()} was changed", self.states[0].param)
 
     def _fill(self, state: GradientState) -> bool:
         """Writes this rank's gradient, or zeros, into the slice. Returns whether this rank has a dense gradient."""

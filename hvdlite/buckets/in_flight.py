@@ -65,7 +65,7 @@ class InFlight:
         plan = bucket.plan
         self._is_on_cpu = plan.device.type == "cpu"
         memory, scale = bucket.seal(leave_scale=exchange.scales(plan))
-        what = f"{bucket.description} ({name})"
+        what = f"{plan.describe()} ({name})"
         self._counting: _Counting | None = None
         if not exchange.carries_counts:
             counts = as_real(memory.tail).to(torch.int32)

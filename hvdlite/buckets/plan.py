@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..errors import list_names
+
 # The elements of a bucket's tail for each slice: see `BucketPlan`.
 FLAGS_PER_SLICE = 3
 
@@ -122,7 +124,7 @@ class BucketPlan:
 
     def describe(self) -> str:
         """Returns a text for messages that names the bucket by its first parameters."""
-        return f"gradients of {first_of([piece.spec.name for piece in self.slices])}"
+        return f"gradients of {list_names([piece.spec.name for piece in self.slices[:3]], len(self.slices))}"
 
 
 def plan_buckets(
@@ -176,7 +178,7 @@ def plan_buckets(
 
 def first_of(names: Sequence[str]) -> str:
     """Returns the first three names, and the number of further ones, for messages."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return list_names(names[:3], len(names))
 
 
 def can_have_gradient(dtype: torch.dtype) -> bool:

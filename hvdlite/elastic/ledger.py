@@ -11,7 +11,7 @@ division's few numbers, which are saved with the sampler's state, and are equal 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -80,6 +80,37 @@ class Division:
         """Returns the division that `to_list` was called on."""
         size, skipped, processed, losses = saved
         return cls(size, skipped, processed, losses_from(losses))
+
+
+@dataclass
+class Ledger:
+    """What was drawn in an epoch before the current division.
+
+    ``carried``: samples of the epoch before, which come first. ``divisions``: those of this epoch that lost ranks
+    within a step. ``counted``: how many samples all ranks together had processed at the end of the last of these.
+    """
+
+    carried: list[int] = field(default_factory=list)
+    divisions: list[Division] = field(default_factory=list)
+    counted: int = 0
+
+    def left(self, samples: Sequence[int]) -> list[int]:
+        """Returns which of the epoch's samples were left at the end of the last of the divisions."""
+        pool = [*self.carried, *samples]
+        for division in self.divisions:
+            pool = division.left(pool)
+        return pool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as numbers and lists, for a state."""
+        divisions = [division.to_list() for division in self.divisions]
+        return {"carried": list(self.carried), "divisions": divisions, "counted": self.counted}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Ledger:
+        """Returns the ledger that `to_dict` was called on."""
+        divisions = [Division.from_list(each) for each in saved["divisions"]]
+        return cls(list(saved["carried"]), divisions, saved["counted"])
 
 
 def losses_from(saved: Iterable[Sequence[Any]]) -> list[Loss]:

@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.survival import Note
 from ..runtime.world import current_world, is_initialized, note_samples, rank, size
-from .ledger import Division, Loss, Votes, losses_from
+from .ledger import Division, Ledger, Loss, Votes, losses_from
 
 
 class _Next(NamedTuple):
@@ -66,13 +66,8 @@ class ElasticSampler(Sampler[int]):
         self.remaining_indices: list[int] = []
         self.indices: list[int] = []
         self.num_samples = 0
-        self.total_size = 0
         self.kind = f"{type(self).__name__}({len(dataset)}, {shuffle}, {seed})"
-        # Samples of the epoch before, which come first; and divisions of this epoch that lost ranks within a step.
-        self._carried: list[int] = []
-        self._closed: list[Division] = []
-        # `processed_num` at the end of the last of these.
-        self._counted = 0
+        self._ledger = Ledger()
         self._division = Division(1)
         self._member = 0
         self._next: _Next | None = None
@@ -85,13 +80,19 @@ class ElasticSampler(Sampler[int]):
         if is_initialized() and (survival := current_world().survival) is not None:
             survival.follow(self)
 
+    @property
+    def total_size(self) -> int:
+        """How many samples all ranks together draw."""
+        return self.num_samples * self.num_replicas
+
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: none of its samples has been processed."""
-        if self.processed_num or self._closed or self._division.losses:
-            self._carried = self._rest()
+        carried = self._ledger.carried
+        if self.processed_num or self._ledger.divisions or self._division.losses:
+            carried = self._rest()
         self.epoch = epoch
         self.processed_num = 0
-        self._begin([], 0)
+        self._begin(Ledger(carried))
         self._divide()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
@@ -122,21 +123,18 @@ class ElasticSampler(Sampler[int]):
         After a loss within a step also the ledger that says which.
         """
         state: dict[str, Any] = {"epoch": self.epoch, "processed_num": self.processed_num}
-        closed, counted = self._closed, self._counted
+        ledger = self._ledger
         if self._division.losses:
-            closed, counted = [*closed, self._division], self.processed_num
-        if closed or self._carried:
-            divisions = [division.to_list() for division in closed]
-            state["ledger"] = {"carried": list(self._carried), "divisions": divisions, "counted": counted}
+            ledger = Ledger(ledger.carried, [*ledger.divisions, self._division], self.processed_num)
+        if ledger.divisions or ledger.carried:
+            state["ledger"] = ledger.to_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the state was taken, with the ranks that there are now."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
-        ledger = state_dict.get("ledger", {"carried": [], "divisions": [], "counted": 0})
-        self._carried = list(ledger["carried"])
-        self._begin([Division.from_list(saved) for saved in ledger["divisions"]], ledger["counted"])
+        self._begin(Ledger.from_dict(state_dict["ledger"]) if "ledger" in state_dict else Ledger())
         self._next = None
         self._divide()
 
@@ -150,23 +148,19 @@ class ElasticSampler(Sampler[int]):
         self._next = None
         self._divide()
 
-    def _begin(self, closed: list[Division], counted: int) -> None:
-        self._closed, self._counted = closed, counted
-        self._division = Division(1)
+    def _begin(self, ledger: Ledger) -> None:
+        self._ledger, self._division = ledger, Division(1)
 
     def _divide(self) -> None:
         if self._division.losses:
-            self._closed.append(self._division)
-            self._counted = self.processed_num
+            self._ledger.divisions.append(self._division)
+            self._ledger.counted = self.processed_num
         self.num_replicas, self.rank = size(), rank()
         pool = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(pool)
-        pool = self._carried + pool
-        for division in self._closed:
-            pool = division.left(pool)
-        skipped = self.processed_num - self._counted
-        self.remaining_indices = pool[skipped:]
+        skipped = self.processed_num - self._ledger.counted
+        self.remaining_indices = self._ledger.left(pool)[skipped:]
         self._division, self._member = Division(self.num_replicas, skipped), self.rank
         self._votes.begin()
         self._discarded = None
@@ -174,12 +168,12 @@ class ElasticSampler(Sampler[int]):
         ahead, self._next = self._next, None
         if ahead is not None and ahead.place[:-1] == self._place[:-1]:
             self._division.size, self._member, self._division.losses = ahead.place[-1], ahead.member, ahead.losses
-        self._measure(len(self._share()))
+        self.num_samples = len(self._share())
 
     @property
     def _place(self) -> list[int]:
         """Which division of which epoch this is; the last number is that of its members."""
-        return [self.epoch, len(self._closed), self._division.skipped, self._division.size]
+        return [self.epoch, len(self._ledger.divisions), self._division.skipped, self._division.size]
 
     def _share(self) -> list[int]:
         share = self._division.shares(self.remaining_indices)[0][self._member]
@@ -188,10 +182,6 @@ class ElasticSampler(Sampler[int]):
     def _rest(self) -> list[int]:
         """What lost ranks had left, and nobody draws in this division."""
         return self._division.shares(self.remaining_indices)[1] if self._division.losses else []
-
-    def _measure(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-        self.total_size = num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
         """This rank's indices, from the epoch's remaining ones as `reset` has divided them."""
@@ -288,7 +278,7 @@ class ElasticSampler(Sampler[int]):
         share = self._share()
         if self._is_drawn:
             self.indices += share[len(self.indices) :]
-        self._measure(len(share))
+        self.num_samples = len(share)
 
     def begin_again(self, number: int | None) -> None:
         """Forgets what was recorded of the step in which a rank is lost: it is given up."""

@@ -72,7 +72,7 @@ def train(state):
             state.commit()
         state.epoch += 1
         state.sampler.set_epoch(state.epoch)
-        carried = state.sampler._carried
+        carried = state.sampler._ledger.carried
         state.commit()
     print("carried", carried, "rank", hvd.rank(), flush=True)
 

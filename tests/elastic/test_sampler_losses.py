@@ -126,7 +126,7 @@ class Job:
             if of_step:
                 yield worker.sampler.epoch, of_step
             worker.sampler.set_epoch(worker.sampler.epoch + 1)
-            self.carried[worker.sampler.epoch] = list(worker.sampler._carried)
+            self.carried[worker.sampler.epoch] = list(worker.sampler._ledger.carried)
             self.padding += len(self.workers)
 
     def record(self, worker, batch):
