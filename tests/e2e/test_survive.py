@@ -474,7 +474,7 @@ def sum_and_maybe_die(self):
 
     def advance_and_maybe_die(counter, value):
         advance(counter, value)
-        del peers.advance
+        vars(peers).pop("advance", None)  # unless another operation has wrapped it, too
         maybe_die("reduced")
 
     peers.advance = advance_and_maybe_die
