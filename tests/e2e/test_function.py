@@ -30,20 +30,20 @@ except BaseException as error:
 def program(launch, tmp_path, rank_server):
     """Starts a main program with this text; ``ended`` returns its exit code and output too."""
 
-    def start(text, **popen):
+    def start(text, python=(), **popen):
         path = tmp_path / "program.py"
         path.write_text(rank_server.line_for_functions() + text.removeprefix("\n"))
-        return launch(str(path), program=(), **popen)
+        return launch(str(path), program=python, **popen)
 
     return start
 
 
 @pytest.fixture
-def passes(program):
+def passes(program, rank_server):
     """Returns the output of a main program that checks its results itself; asserts that it leaves nothing behind."""
 
     def run(text, **popen):
-        job = program(text, **popen)
+        job = program(text, rank_server.python(), **popen)
         code, out, err = job.ended(ENDED_S)
         assert code == 0, err.decode()
         assert not job.leftovers()
@@ -76,7 +76,7 @@ if __name__ == "__main__":
     assert sorted(out.splitlines()[1:]) == ["[0]<stdout>:trains ''", "[1]<stdout>:trains ''"]
 
 
-def test_functions_and_classes_need_no_module_that_workers_could_import(launch):
+def test_functions_and_classes_need_no_module_that_workers_could_import(launch, rank_server):
     """As in a notebook: the main program is no file."""
     text = """
 import dataclasses, os
@@ -105,7 +105,7 @@ except Lonely as error:
 else:
     raise AssertionError
 """
-    job = launch("-c", text, program=())
+    job = launch("-c", rank_server.line_for_functions() + text, program=())
     code, _, err = job.ended(ENDED_S)
     assert code == 0, err.decode()
 

@@ -64,8 +64,8 @@ _HELPERS = os.path.dirname(os.path.abspath(__file__))
 # Variables that are read when an interpreter or a library is loaded, without those that a copy can follow.
 _FOLLOWED = (
     *("OMP_NUM_THREADS", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"),
-    # Which lightning and scikit-learn set in the process that runs the tests, too.
-    *("PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
+    # Which torch, lightning and scikit-learn set in the process that runs the tests, or in one that starts a job.
+    *("TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
 )
 _READ_ON_LOAD = re.compile(
     r"(BLIS|GOMP|GOTO|KMP|LD|MALLOC|MKL|NUMEXPR|OMP(?!I)|OPENBLAS|PYTHON|PYTORCH|TORCH(?!ELASTIC|_NCCL)[A-Z]*|VECLIB)"
