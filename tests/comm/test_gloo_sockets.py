@@ -175,11 +175,19 @@ def open_one() -> None:
         _group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, PATIENCE)
 
 
-@pytest.mark.parametrize("use", [make_devices, open_one, gloo_sockets.own_addresses])
+@pytest.mark.parametrize("use", [make_devices, gloo_sockets.own_addresses])
 def test_a_torch_whose_gloo_listens_in_another_way_is_named_with_what_is_lost(on_loopback, monkeypatch, use):
     monkeypatch.setattr(gloo_sockets, "_sockets_of", lambda loop: iter(()))
     with pytest.raises(CommunicationError, match=NOT_FOUND):
         use()
+
+
+def test_the_group_that_all_jobs_have_is_opened_with_a_warning_there(on_loopback, monkeypatch, caplog):
+    """A job on one host needs no other group of gloo's."""
+    monkeypatch.setattr(gloo_sockets, "_sockets_of", lambda loop: iter(()))
+    open_one()
+    (record,) = caplog.records
+    assert re.match(NOT_FOUND, record.getMessage())
 
 
 @pytest.mark.parametrize("use", [make_devices, open_one, gloo_sockets.own_addresses])
