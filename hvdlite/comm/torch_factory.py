@@ -30,7 +30,9 @@ _BACKEND_TYPES = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.Proce
 
 def allow_collectives(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of the CPU collectives of ``group``; connecting, which is over, may have had a shorter one."""
-    group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+    backend: Any = group._get_backend(torch.device("cpu"))
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL it is within a backend that compares collectives.
+    getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
 
 
 class TorchEngineFactory:

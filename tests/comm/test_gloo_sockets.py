@@ -21,6 +21,7 @@ from ports import lets_in, listening_ports
 from hvdlite.comm import gloo_sockets, tcp
 from hvdlite.comm.gloo_sockets import Connections
 from hvdlite.comm.tcp import copy_of, drop_packets
+from hvdlite.comm.torch_factory import allow_collectives
 from hvdlite.errors import CommunicationError, lack_of
 
 NOT_FOUND = (
@@ -233,6 +234,8 @@ def test_the_default_group_is_found_on_all_interfaces_and_in_torchs_debug_mode(m
     try:
         with gloo_sockets.while_connecting() as connections:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        # As hvd.init does next.
+        allow_collectives(dist.group.WORLD, PATIENCE)
         devices = len(interfaces.split(","))
         assert connections.devices == devices
         assert len(connections.loops) == devices * (1 if level == dist.DebugLevel.OFF else 2)
