@@ -48,6 +48,7 @@ class Channel:
         self._beats_at: float | None = None
         self._heard_at = clock()
         self._close: Callable[[], object] = lambda: None
+        self._is_registered = self._is_closed = False  # what is written to
         self.is_finished = False
         """Whether nothing more may be sent."""
         self.closed = False
@@ -88,6 +89,8 @@ class Channel:
 
     def flush(self) -> None:
         """Writes as much as the other end accepts now, and has the event loop call this again for the rest."""
+        if self._is_closed:  # another file may have the descriptor's number by now
+            return
         try:
             while self._outgoing:
                 del self._outgoing[: os.write(self._out, self._outgoing)]
@@ -96,16 +99,21 @@ class Channel:
         except OSError:  # the other end no longer reads
             self.closed = True
             self._outgoing.clear()
-        waits = self._out in self._selector.get_map()
-        if self._outgoing and not waits:
+        if self._outgoing and not self._is_registered:
             self._selector.register(self._out, selectors.EVENT_WRITE, self.flush)
-        elif waits and not self._outgoing:
+            self._is_registered = True
+        elif self._is_registered and not self._outgoing:
             self._selector.unregister(self._out)
+            self._is_registered = False
         if self.is_finished and not self._outgoing:
+            self._is_closed = True
             self._close()
 
     def finish(self, close: Callable[[], object], *, drops_rest: bool = False) -> None:
-        """Calls ``close`` once all is written. Nothing may be sent after this."""
+        """Calls ``close`` once all is written. Nothing may be sent after this.
+
+        May be called again: to drop the rest. ``close`` is called once.
+        """
         self.is_finished, self._close = True, close
         if drops_rest:
             self._outgoing.clear()

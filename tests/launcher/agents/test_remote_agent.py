@@ -147,6 +147,38 @@ def test_words_without_end_on_its_stderr_are_cut(loop):
     assert said[-1].endswith("... (the rest is not shown)")
 
 
+def test_the_end_of_agents_that_were_hung_up_on_does_not_touch_the_files_of_a_host_that_has_come(tmp_path, loop):
+    events: SimpleQueue = SimpleQueue()
+    (tmp_path / "said").write_bytes(MARK + HELLO)
+    slow = 'cat >/dev/null; until test -e "$0"; do sleep 0.01; done'
+    leaving = [agent_of(["sh", "-c", slow, str(tmp_path / "end")], events, loop) for _ in range(6)]
+    numbers = {agent._attempt.process.stdin.fileno() for agent in leaving}
+    for agent in leaving:
+        agent.hang_up()
+    flushed = threading.Event()
+    loop.call(flushed.set)
+    assert flushed.wait(60)
+    come = agent_of(["sh", "-c", 'head -c 1 >/dev/null; exec cat "$0"', str(tmp_path / "said")], events, loop)
+    assert come._attempt.process.stdout.fileno() in numbers
+    ended = threading.Event()
+
+    def look():
+        if all(agent._attempt.process.stdout.closed for agent in leaving):
+            ended.set()
+        else:
+            loop.later(0.01, look)
+
+    (tmp_path / "end").touch()
+    loop.call(look)
+    assert ended.wait(60)
+    come.greet(count_slots=False, interface=None)
+    assert isinstance(events.get(timeout=20), Answered)
+    assert isinstance(events.get(timeout=20), Lost)
+    for agent in (*leaving, come):
+        agent.hang_up()
+        agent.wait(60)
+
+
 REFUSED = "ssh: connect to host node port 22: Connection refused"
 # Fails as ssh does until the file in $0 exists, then answers as the file in $1.
 NOT_THERE = f'test -e "$0" || {{ echo "{REFUSED}" >&2; exit 255; }}; head -c 1 >/dev/null; exec cat "$1"'

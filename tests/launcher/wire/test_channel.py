@@ -143,6 +143,22 @@ def test_what_waits_may_be_dropped_and_then_nothing_is_registered_any_more(wire)
     assert (closed, list(wire.selector.get_map())) == ([1], [])
 
 
+def test_what_waits_may_be_dropped_by_a_second_call_and_it_is_closed_once(wire):
+    closed, _ = [], fill(wire)
+    for drops_rest in (False, True, True):
+        wire.channel.finish(lambda: closed.append(1), drops_rest=drops_rest)
+    assert (closed, list(wire.selector.get_map())) == ([1], [])
+
+
+def test_once_it_is_closed_another_file_may_have_its_number(wire):
+    number = wire._ends[1]
+    wire.channel.finish(lambda: os.close(number))
+    os.dup2(wire.from_agent, number)
+    wire.selector.register(number, selectors.EVENT_READ)
+    wire.channel.finish(lambda: pytest.fail("it is closed already"), drops_rest=True)
+    assert list(wire.selector.get_map()) == [number]
+
+
 def test_an_end_that_reads_no_more_is_not_waited_for(wire):
     fill(wire)
     os.close(wire.from_agent)
