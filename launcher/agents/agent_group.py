@@ -37,6 +37,7 @@ from ..wire.messages import (
     Event,
     Hello,
     Input,
+    LoopFailed,
     Lost,
     Output,
     SignalWorkers,
@@ -66,7 +67,7 @@ class Agents:
         self._store = Store() if store is None else store
         self._agents: dict[RemoteAgent, str] = {}  # and the token of each one's job directory
         self._numbers = itertools.count()
-        self._loop = ConnectionLoop()
+        self._loop = ConnectionLoop(lambda error: events.put(LoopFailed(in_words(error) or repr(error))))
         self._connecting: dict[str, object] = {}  # for each host that is being connected to, what the thread holds
         self._to_connect: deque[tuple[str, int, object]] = deque()
         self._connectors = 0  # threads

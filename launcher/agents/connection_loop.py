@@ -19,13 +19,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-_MOST_S = 2.0  # how long the end may take: it may have to start an ssh from a file system that hangs
+_CLOSE_S = 2.0  # how long the end waits for a call that does not return
 
 
 class ConnectionLoop:
     """The thread, and what it waits for. The data of each registration in ``selector`` is a function to be called."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_failure: Callable[[Exception], object]) -> None:
+        """``on_failure`` is called once, in the thread, if what it calls raises an error, or it cannot wait.
+
+        From then on only calls and times come, so that the agents can still be hung up on.
+        """
+        self._on_failure = on_failure
+        self._has_failed = False
         self.selector = selectors.DefaultSelector()
         """Only for functions that the thread calls."""
         self._calls: deque[Callable[[], object]] = deque()
@@ -53,7 +59,7 @@ class ConnectionLoop:
     def close(self) -> None:
         """Ends the thread once it has done what it was given; goes on without it if that takes too long."""
         self.call(self._close)
-        self._thread.join(_MOST_S)
+        self._thread.join(_CLOSE_S)
         for each in (self._woken, self._wakes):
             each.close()
 
@@ -62,18 +68,32 @@ class ConnectionLoop:
 
     def _run(self) -> None:
         while not self._is_closed:
-            # Before `select`: at an alarm all is read that came before its time, also if this process was stopped.
-            now_s = time.monotonic()
-            self._is_awake = False
-            wait_s = None if not self._alarms else max(0.0, self._alarms[0][0] - now_s)
-            self._wait_for_descriptors(0 if self._calls else wait_s)
-            while self._calls:
-                self._calls.popleft()()
-            while self._alarms and self._alarms[0][0] <= now_s:
-                heapq.heappop(self._alarms)[2]()
+            try:
+                self._take_turn()
+            except Exception as error:  # noqa: BLE001  # nothing else would tell that no agent is heard any more
+                if not self._has_failed:
+                    self._has_failed = True
+                    self._on_failure(error)
         self.selector.close()
 
+    def _take_turn(self) -> None:
+        # Before `select`: at an alarm all is read that came before its time, also if this process was stopped.
+        now_s = time.monotonic()
+        self._is_awake = False
+        wait_s = None if not self._alarms else max(0.0, self._alarms[0][0] - now_s)
+        self._wait_for_descriptors(0 if self._calls else wait_s)
+        while self._calls:
+            self._calls.popleft()()
+        while self._alarms and self._alarms[0][0] <= now_s:
+            heapq.heappop(self._alarms)[2]()
+
     def _wait_for_descriptors(self, wait_s: float | None) -> None:
+        if self._has_failed:
+            self._woken.settimeout(wait_s)
+            with contextlib.suppress(OSError):  # the time is over
+                self._woken.recv(4096)
+            self._is_awake = True
+            return
         ready = self.selector.select(wait_s)
         self._is_awake = True
         for key, _ in ready:

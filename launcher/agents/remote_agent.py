@@ -133,18 +133,18 @@ class RemoteAgent:
         self._attempts = threading.Lock()
         self._greeted = self._dismissed = self._is_lost = False
         self._attempt = self._started()
-        loop.call(self._begin)
+        self._call(self._begin)
 
     # ------------------------------------------------------------ from any thread
 
     def greet(self, *, count_slots: bool, interface: str | None) -> None:
         """Sends the first message; the agent's answer is an event, `Answered` or `Lost`."""
         greeting = Greet(VERSION, not self.host.is_here, count_slots, interface)
-        self._loop.call(partial(self._greet, encode(greeting)))
+        self._call(self._greet, encode(greeting))
 
     def send(self, command: Command) -> None:
         """Queues a command and does not block. If the agent has ended, that is the event `Lost` and no error here."""
-        self._loop.call(partial(self._send, encode(command)))
+        self._call(self._send, encode(command))
 
     def output_shown(self, count: int) -> None:
         """Reports that ``count`` bytes of its output were shown or discarded. Must be called from one thread only."""
@@ -158,7 +158,7 @@ class RemoteAgent:
         """Makes the agent kill what still runs on its host, clean up and end. This causes no `Lost`."""
         with self._attempts:
             self._dismissed = True
-        self._loop.call(self._finish)
+        self._call(self._finish)
 
     def kill(self) -> None:
         """Kills the agent on this machine, or the ssh client to it: its host is lost, as by an accident."""
@@ -183,6 +183,20 @@ class RemoteAgent:
         return self._attempt.process.poll()
 
     # ------------------- in the loop's thread, but for the first start: the process
+
+    def _call(self, work: Callable[..., object], *arguments: object) -> None:
+        self._loop.call(partial(self._do, work, *arguments))
+
+    def _later(self, delay_s: float, work: Callable[..., object], *arguments: object) -> None:
+        self._loop.later(delay_s, partial(self._do, work, *arguments))
+
+    def _do(self, work: Callable[..., object], *arguments: object) -> None:
+        """Calls a function for the loop: an error in it costs this agent, and no other."""
+        try:
+            work(*arguments)
+        except Exception as error:  # noqa: BLE001  # nothing else would tell that this agent is not heard any more
+            self.kill()
+            self._lose(f"its connection failed: {in_words(error) or one_line(repr(error))}")
 
     def _started(self) -> _Attempt:
         here = self.host.is_here
@@ -214,11 +228,11 @@ class RemoteAgent:
         process, channel = self._attempt.process, self._attempt.channel
         for pipe, read in ((process.stdout, self._read), (process.stderr, self._read_words)):
             if pipe is not None:
-                self._loop.selector.register(pipe, selectors.EVENT_READ, read)
+                self._loop.selector.register(pipe, selectors.EVENT_READ, partial(self._do, read))
                 self._attempt.reads.add(pipe)
         if not self.host.is_here:
             channel.beat()
-            self._loop.later(BEAT_S, partial(self._tick, channel))
+            self._later(BEAT_S, self._tick, channel)
         self._send(self._greeting)
 
     def _greet(self, greeting: bytes) -> None:
@@ -244,7 +258,7 @@ class RemoteAgent:
         channel.flush()
         if channel.silent:
             self._lose(f"no message from it for {SILENCE_S:g} s: the host is down, or its network connection is cut")
-        self._loop.later(channel.time_left_s() or 0.0, partial(self._tick, channel))
+        self._later(channel.time_left_s() or 0.0, self._tick, channel)
 
     # ------------------------------------------- in the loop's thread: what comes
 
@@ -277,7 +291,7 @@ class RemoteAgent:
         """Looks for the return code and the end of stderr, which come soon after the end of what it sends."""
         is_told = self._attempt.process.poll() is not None and self._attempt.process.stderr not in self._attempt.reads
         if not (is_told or self._dismissed) and time.monotonic() < until_s:
-            self._loop.later(_LOOK_S, partial(self._await_end, until_s))
+            self._later(_LOOK_S, self._await_end, until_s)
             return
         end = self._why_it_ended("" if self._attempt.spoke else self._attempt.noise.decode(errors="backslashreplace"))
         if isinstance(end, str):
@@ -285,7 +299,7 @@ class RemoteAgent:
             self._lose(end)
             return
         self._events.put(end)
-        self._loop.later(self._pause_s, partial(self._start_again, end.why))
+        self._later(self._pause_s, self._start_again, end.why)
         self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
 
     def _start_again(self, why: str) -> None:

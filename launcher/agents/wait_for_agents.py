@@ -12,7 +12,18 @@ from queue import Empty, SimpleQueue
 
 from ..errors import LauncherError
 from ..system.signals import signal_name
-from ..wire.messages import AgentSaid, Answered, Event, Hello, Interrupted, Lost, NotThereYet, ReportAsked, UserSignal
+from ..wire.messages import (
+    AgentSaid,
+    Answered,
+    Event,
+    Hello,
+    Interrupted,
+    LoopFailed,
+    Lost,
+    NotThereYet,
+    ReportAsked,
+    UserSignal,
+)
 
 
 class SignalledError(LauncherError):
@@ -104,6 +115,8 @@ def wait_for_agents(  # noqa: PLR0912  # one place for the reaction to each even
             case Lost(host, why):
                 greeted.hellos.pop(host, None)  # it may have answered, and ended before the others answered
                 fail(host, why)
+            case LoopFailed():
+                raise LauncherError(str(event))
             case NotThereYet(host, cause, why):
                 if host not in not_there:
                     tell_wait(not_there_yet(host, cause, timeout_s))

@@ -12,12 +12,13 @@ from queue import Empty, SimpleQueue
 
 from ..agents.agent_group import Agents
 from ..agents.wait_for_agents import SignalledError
+from ..errors import LauncherError
 from ..job.launch import signals_as_events
 from ..plan.hosts import Host
 from ..plan.job_spec import JobSpec
 from ..plan.slots import plan_slots
 from ..system.signals import shell_code
-from ..wire.messages import AgentSaid, Event, Exited, Interrupted, Lost, Output, Refused, Started
+from ..wire.messages import AgentSaid, Event, Exited, Interrupted, LoopFailed, Lost, Output, Refused, Started
 from ..workers.failure_message import Tail
 
 _MOST_BYTES = 1 << 20  # of a host's stdout
@@ -132,6 +133,8 @@ class ReplyCollector:
                 self._end_host(event.host or here[0], event.why)
             case Lost():
                 self._end_host(event.host, event.why)
+            case LoopFailed():
+                raise LauncherError(str(event))
             case AgentSaid():
                 self._log(f"{event.host}: {event.text.rstrip()}")
             case Interrupted(signum):

@@ -35,6 +35,7 @@ from ..wire.messages import (
     InputRead,
     InputWanted,
     Interrupted,
+    LoopFailed,
     Lost,
     NotThereYet,
     OfWorker,
@@ -168,6 +169,9 @@ class Supervisor:
                     self._ending.running.discard(worker)
                     self._reports.on_exit(worker)
                 self._judgement.on_lost(event)
+            case LoopFailed():
+                self._judgement.decide(JobOutcome(1, str(event)))
+                self._ending.running.clear()  # their ends cannot be heard of
             case Interrupted():
                 self._ending.interrupt(event.signum, event.at_s)
             case UserSignal():

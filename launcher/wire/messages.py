@@ -7,7 +7,7 @@
 To end a job the launcher sends `SignalWorkers`, and at last closes the agent's stdin: the agent then kills what is
 left. The messages about the rendezvous store are in `store_messages`, and `agent_frames` encodes both as bytes. The
 types of the fields say what is allowed in what was received.
-`Answered`, `Lost`, `AgentSaid`, `HostsFound`, `DiscoveryFailed`, `Unresponsive`, `FaultAsked`,
+`Answered`, `Lost`, `LoopFailed`, `AgentSaid`, `HostsFound`, `DiscoveryFailed`, `Unresponsive`, `FaultAsked`,
 `Interrupted`, `InputRead`, `ReportAsked`, `UserSignal`, `ScreenFailed` and `ScreenDone` are created in
 the launcher and never sent.
 
@@ -236,6 +236,16 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class LoopFailed:
+    """The launcher hears no agent any more, as the thread of all connections has failed. ``why`` is the error."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return f"the launcher's connections to its agents failed: {self.why}"
+
+
+@dataclass(frozen=True)
 class NotThereYet:
     """A host cannot be connected to, and it is tried again until it is hung up on.
 
@@ -359,6 +369,7 @@ LauncherEvent = (
     | Unresponsive
     | AgentSaid
     | Lost
+    | LoopFailed
     | FaultAsked
     | ReportAsked
     | WatchAsked

@@ -16,8 +16,10 @@ from hvdlite_launcher.agents.connection_loop import ConnectionLoop
 
 @pytest.fixture
 def loop():
-    with contextlib.closing(ConnectionLoop()) as loop:
+    failures = []
+    with contextlib.closing(ConnectionLoop(failures.append)) as loop:
         yield loop
+    assert failures == []
 
 
 @pytest.fixture
@@ -100,8 +102,38 @@ def test_what_has_come_before_an_alarm_is_read_before_it_also_after_a_long_stop(
     assert [called.get(timeout=60) for _ in range(2)] == [b"x", "alarm"]
 
 
+@pytest.mark.parametrize("cause", ["call", "alarm", "descriptor", "select"])
+def test_a_failure_is_told_once_and_agents_can_still_be_hung_up_on(cause, pipes):
+    failures: SimpleQueue = SimpleQueue()
+
+    def fail(*_):
+        raise OSError(cause)
+
+    def break_something():
+        if cause == "call":
+            fail()
+        if cause == "alarm":
+            loop.later(0, fail)
+        if cause == "descriptor":
+            os.write(pipes[1], b"x")
+            loop.selector.register(pipes[0], selectors.EVENT_READ, fail)
+        if cause == "select":
+            loop.selector.select = fail
+
+    with contextlib.closing(ConnectionLoop(failures.put)) as loop:
+        loop.call(break_something)
+        assert str(failures.get(timeout=60)) == cause
+        called: SimpleQueue = SimpleQueue()
+        for delay_s in (0.01, 0):
+            loop.call(lambda delay_s=delay_s: loop.later(delay_s, lambda: called.put(delay_s)))
+            time.sleep(0.001)
+        assert [called.get(timeout=60) for _ in range(2)] == [0, 0.01]
+    assert failures.empty()
+    assert not loop._thread.is_alive()
+
+
 def test_the_end_does_not_wait_for_a_call_that_hangs(loop, monkeypatch):
-    monkeypatch.setattr(connection_loop, "_MOST_S", 0.01)
+    monkeypatch.setattr(connection_loop, "_CLOSE_S", 0.01)
     is_over = threading.Event()
     loop.call(lambda: is_over.wait(60))
     loop.close()

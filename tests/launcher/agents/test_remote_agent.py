@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import struct
 import sys
 import threading
@@ -47,12 +48,13 @@ def no_thread_dies(monkeypatch):
 
 
 def agent_of(argv, events, loop, **options):
-    return RemoteAgent(NODE, argv, events, loop=loop, store=Store(), **{"explain": lambda *_: "explained", **options})
+    options = {"explain": lambda *_: "explained", "store": Store(), **options}
+    return RemoteAgent(NODE, argv, events, loop=loop, **options)
 
 
 @pytest.fixture
 def loop():
-    with contextlib.closing(ConnectionLoop()) as loop:
+    with contextlib.closing(ConnectionLoop(pytest.fail)) as loop:
         yield loop
 
 
@@ -62,7 +64,7 @@ def events_of(said: bytes, tmp_path, workers=()):
     path.write_bytes(said)
     events: SimpleQueue = SimpleQueue()
     once_greeted = ["sh", "-c", 'head -c 1 >/dev/null; exec cat "$0"', str(path)]
-    with contextlib.closing(ConnectionLoop()) as loop:
+    with contextlib.closing(ConnectionLoop(pytest.fail)) as loop:
         agent = agent_of(once_greeted, events, loop)
         agent.workers = workers
         agent.greet(count_slots=False, interface=None)
@@ -153,6 +155,9 @@ def test_the_end_of_agents_that_were_hung_up_on_does_not_touch_the_files_of_a_ho
     slow = 'cat >/dev/null; until test -e "$0"; do sleep 0.01; done'
     leaving = [agent_of(["sh", "-c", slow, str(tmp_path / "end")], events, loop) for _ in range(6)]
     numbers = {agent._attempt.process.stdin.fileno() for agent in leaving}
+    lower = [os.open(os.devnull, os.O_RDONLY)]  # all that are free below these
+    while lower[-1] < max(numbers):
+        lower.append(os.open(os.devnull, os.O_RDONLY))
     for agent in leaving:
         agent.hang_up()
     flushed = threading.Event()
@@ -177,6 +182,32 @@ def test_the_end_of_agents_that_were_hung_up_on_does_not_touch_the_files_of_a_ho
     for agent in (*leaving, come):
         agent.hang_up()
         agent.wait(60)
+    for number in lower:
+        os.close(number)
+
+
+class FailingStore(Store):
+    """Fails at each message of an agent, as by a mistake in it."""
+
+    def receive(self, agent, message):
+        raise KeyError(message.key, agent.host.label)
+
+
+def test_an_error_in_what_an_agent_causes_costs_this_agent_alone(tmp_path, loop):
+    (tmp_path / "said").write_bytes(MARK + HELLO + encode(Want(b"k")))
+    script = ["sh", "-c", 'head -c 1 >/dev/null; cat "$0"; exec sleep 600', str(tmp_path / "said")]
+    for store, ends in ((FailingStore(), True), (Store(), False)):
+        events: SimpleQueue = SimpleQueue()
+        agent = agent_of(script, events, loop, store=store)
+        agent.workers = {1}
+        agent.greet(count_slots=False, interface=None)
+        assert isinstance(events.get(timeout=60), Answered)
+        if ends:
+            assert events.get(timeout=60) == Lost("node", "its connection failed: KeyError(b'k', 'node')")
+            assert agent._attempt.process.wait(60) == -9
+        agent.hang_up()
+        agent.wait(0.1)
+        assert events.empty()
 
 
 REFUSED = "ssh: connect to host node port 22: Connection refused"

@@ -5,7 +5,7 @@ import signal
 import pytest
 from hvdlite_launcher.agents.wait_for_agents import wait_for_agents
 from hvdlite_launcher.errors import LauncherError
-from hvdlite_launcher.wire.messages import AgentSaid, Answered, Hello, Interrupted, Lost, NotThereYet
+from hvdlite_launcher.wire.messages import AgentSaid, Answered, Hello, Interrupted, LoopFailed, Lost, NotThereYet
 from scripts import Script
 
 HELLO = Hello("1", None, "10.0.0.1", 4000)
@@ -33,6 +33,11 @@ def _gather(hosts, *events):
 def test_all_answers_are_given_by_host():
     answers, said, _ = _gather(["a", "b"], Answered("b", HELLO), Answered("a", HELLO))
     assert (answers, said) == ({"a": HELLO, "b": HELLO}, [])
+
+
+def test_where_no_agent_is_heard_any_more_it_ends():
+    error, said, _ = _gather(["a", "b"], Answered("b", HELLO), LoopFailed("out of memory"))
+    assert (str(error), said) == ("the launcher's connections to its agents failed: out of memory", [])
 
 
 def test_each_failure_is_told_at_once_and_all_are_named_at_the_end():

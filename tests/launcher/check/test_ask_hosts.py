@@ -5,8 +5,9 @@ import signal
 import pytest
 from hvdlite_launcher.agents.wait_for_agents import SignalledError
 from hvdlite_launcher.check.ask_hosts import Question, Reply, ReplyCollector
+from hvdlite_launcher.errors import LauncherError
 from hvdlite_launcher.plan.hosts import Host
-from hvdlite_launcher.wire.messages import AgentSaid, Exited, Interrupted, Lost, Output, Refused, Started
+from hvdlite_launcher.wire.messages import AgentSaid, Exited, Interrupted, LoopFailed, Lost, Output, Refused, Started
 from scripts import Script
 
 QUESTION = Question("looking", ("-V",), patience_s=60)
@@ -48,6 +49,11 @@ def test_a_failure_is_one_host_s_alone():
 def test_a_host_that_cannot_is_told(event, host):
     replies, *_ = _collect(event, *[Exited(rank, 0) for rank in HOSTS if HOSTS[rank].label != host])
     assert {label: reply.trouble for label, reply in replies.items() if reply.trouble} == {host: "it is down"}
+
+
+def test_where_no_host_is_heard_any_more_it_ends():
+    with pytest.raises(LauncherError, match="connections to its agents failed: out of memory"):
+        _collect(Exited(0, 0), LoopFailed("out of memory"))
 
 
 def test_a_host_that_ends_after_it_was_lost_stays_as_it_was():

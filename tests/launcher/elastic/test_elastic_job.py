@@ -17,6 +17,7 @@ from hvdlite_launcher.wire.messages import (
     InitFailed,
     InitStarted,
     Interrupted,
+    LoopFailed,
     Lost,
     NotThereYet,
     Output,
@@ -431,6 +432,13 @@ def test_output_that_cannot_be_written_ends_the_job():
     gone = ScreenFailed("stdout", OSError(errno.ENOSPC, "No space left on device"))
     played = Played(*begins(a=1), gone, Exited(0, -15))
     assert played.outcome.message == "cannot write to stdout: No space left on device"
+
+
+def test_where_no_agent_is_heard_any_more_the_job_ends():
+    for already in ([found(a=1)], begins(a=2)):
+        played = Played(*already, LoopFailed("out of memory"))
+        assert played.outcome.exit_code == 1
+        assert played.outcome.message == "the launcher's connections to its agents failed: out of memory"
 
 
 def test_what_a_process_writes_that_an_ended_worker_has_left_is_shown():

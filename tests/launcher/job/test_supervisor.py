@@ -19,6 +19,7 @@ from hvdlite_launcher.wire.messages import (
     InputRead,
     InputWanted,
     Interrupted,
+    LoopFailed,
     Lost,
     Output,
     Refused,
@@ -499,6 +500,12 @@ def test_who_is_lost_or_fails_while_others_write_their_checkpoint_is_neither_nam
     played = Played(Interrupted(TERM), *ends, hosts=hosts)
     assert played.signals == [(0, [0, 1, 2], TERM), (GRACE, [0], KILL)]
     assert (played.exit_code, played.report) == (143, "")
+
+
+def test_where_no_agent_is_heard_any_more_the_job_ends_and_its_workers_are_not_waited_for():
+    played = Played(LoopFailed("out of memory"))
+    assert (played.exit_code, played.signals) == (1, [])
+    assert played.report == "the launcher's connections to its agents failed: out of memory"
 
 
 def test_a_screen_that_is_gone_does_not_shorten_the_time_after_a_hangup():
