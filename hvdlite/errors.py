@@ -137,7 +137,9 @@ def lack_of(error: BaseException) -> str | None:
     so only their causes count.
     """
     current: BaseException | None = error
-    while current is not None:
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
         if isinstance(current, OSError) and current.errno in _LACKS:
             return _LACKS[current.errno]
         if isinstance(current, RuntimeError) and not isinstance(current, HvdliteError):

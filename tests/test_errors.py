@@ -42,3 +42,10 @@ def test_what_the_process_lacks_is_found_behind_any_error(error):
 def test_what_another_rank_lacks_is_not_said_of_this_one(error):
     assert lack_of(error) is None
     assert lack_of(caused_by(error)) is None
+
+
+def test_an_error_that_is_its_own_cause_is_looked_through_once():
+    """Python makes one of ``raise error from error``."""
+    error = RuntimeError("connection closed by peer")
+    error.__cause__ = error
+    assert lack_of(error) is None

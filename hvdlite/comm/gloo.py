@@ -252,7 +252,11 @@ class Connecting:
 
         Once the generation has been revoked gloo begins no more, since it cannot read from the ranks' store.
         """
-        begun, until_s = self.sockets.listeners(), time.monotonic() + _MOST_GIVING_UP_S
+        until_s = time.monotonic() + _MOST_GIVING_UP_S
+        try:
+            begun = self.sockets.listeners()
+        except OSError:  # too many open files
+            return
         self._give_up_while(lambda: bool(begun & self.sockets.listeners()) and time.monotonic() < until_s, begun)
 
     @contextlib.contextmanager
@@ -275,8 +279,10 @@ class Connecting:
 
     def _give_up_while(self, is_needed: Callable[[], bool], of: Collection[int] | None = None) -> None:
         let_in: set[int] = set()
-        while is_needed() and not self._over.wait(_PAUSE_S):
+        while not self._over.wait(_PAUSE_S):
             with contextlib.suppress(OSError):  # such as too many open files: then it tries again
+                if not is_needed():
+                    return
                 self.sockets.end_waits(self._size, let_in, of)
             while self._end:
                 self._end.pop()()

@@ -191,13 +191,14 @@ class OpeningGroups(_Sockets):
     def end_waits(self, size: int, let_in: set[int], of: Collection[int] | None = None) -> None:
         """Makes gloo fail where it waits for one of ``size`` ranks. Call it repeatedly, since gloo tries again.
 
-        ``let_in`` has what was done so far: empty at first, then the same. ``of``: only for these `listeners`.
+        ``let_in`` has the inodes of listeners that this process has connected to: empty at first, then the same.
+        ``of``: only for these `listeners`.
         """
         for each, inode, listens in self._found(of):
             with contextlib.suppress(OSError):  # gloo has closed it meanwhile
                 if listens and inode not in let_in:
-                    let_in.add(inode)
                     _connect_to_itself(each, size)
+                    let_in.add(inode)
                 elif not listens and tcp.state_of(each) == tcp.SYN_SENT:
                     each.shutdown(socket.SHUT_RDWR)
 

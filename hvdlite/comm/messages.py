@@ -1,5 +1,5 @@
 """
-`Messages`: has each rank of a gloo group send its parts to the others while it receives theirs, at the full rate.
+`Messages`: has each rank of a gloo group send tensors to the others while it receives theirs, at the full rate.
 
     Messages.swap ── the first receive, then all sends ── for each, a thread that waits ──┬── Swap (as works of c10d)
                   └─ a thread that receives from one rank after the other ────────────────┘
@@ -37,30 +37,41 @@ MOST_RANKS = 16
 class Swap:
     """The messages of one swap in progress, with the methods of a work of c10d. Any number of threads may wait."""
 
-    def __init__(self, parts: int) -> None:
-        """It is over when it has `run` so many parts, or one of them has failed."""
+    def __init__(self, waits: int, cut: Callable[[], None]) -> None:
+        """It is over when it has `run` so many waits for messages, or one of them has failed.
+
+        ``cut`` then ends the others, which would still read tensors that the program may change after the error.
+        """
+        self._cut = cut
         self._lock = threading.Lock()
-        self._left = parts
-        self._failure: RuntimeError | None = None
+        self._left = waits
+        # In words: an error would keep, by its traceback, what the threads have in their hands, and with it the group.
+        self._failure: str | None = None
         self._is_over = threading.Event()
         self._future: torch.futures.Future[Any] = torch.futures.Future()
 
-    def run(self, part: Callable[[], object]) -> None:
-        """Runs one of the parts, and ends it, with an error or without. The first error ends the waits."""
+    def run(self, wait: Callable[[], object]) -> None:
+        """Waits for a message, and notes how that has ended. The first error ends the waits of other threads."""
         failure = None
         try:
-            part()
+            wait()
         except RuntimeError as error:
-            failure = error
+            failure = str(error)
+        except BaseException as error:  # noqa: BLE001 - raised by threads that wait
+            failure = f"{type(error).__name__}: {error}"
         with self._lock:
-            self._left -= 1
             is_first = self._failure is None
             if is_first:
                 self._failure = failure
         if is_first and failure is not None:
+            self._cut()
+        with self._lock:
+            self._left -= 1
+            is_last = self._left == 0
+        if is_first and failure is not None:
             self._is_over.set()
-            self._future.set_exception(failure)
-        elif is_first and self._left == 0:
+            self._future.set_exception(RuntimeError(failure))
+        elif is_last and self._failure is None:
             self._is_over.set()
             self._future.set_result(None)
 
@@ -69,7 +80,7 @@ class Swap:
         if not self._is_over.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError(NOT_DONE_YET)
         if self._failure is not None:
-            raise self._failure
+            raise RuntimeError(self._failure)
         return True
 
     def is_completed(self) -> bool:
@@ -81,7 +92,7 @@ class Swap:
 
 
 class Messages:
-    """Swaps parts between the ranks of one gloo group. All ranks must begin their swaps in the same order.
+    """Swaps tensors between the ranks of one gloo group. All ranks must begin their swaps in the same order.
 
     A message of gloo has no future, and if a wait for one times out, gloo closes all connections: so only a thread can
     wait for it, while others look whether the wait is in vain. There is one for each other rank, since a lost one must
@@ -91,8 +102,10 @@ class Messages:
     time: gloo sends a message only when its receive has been posted. All at once would share the links unevenly.
     """
 
-    def __init__(self, process_group: Any) -> None:
+    def __init__(self, process_group: Any, cut: Callable[[], None] = lambda: None) -> None:
+        """``cut`` ends all of the group's waits, here and on the other ranks."""
         self._process_group = process_group
+        self._cut = cut
         self._begun = itertools.count()
         # By rank, what its thread does next: waits for what was sent to that rank. This rank's own thread receives.
         self._queues: dict[int, SimpleQueue[Callable[[], object] | None]] = {}
@@ -106,6 +119,9 @@ class Messages:
         group = self._process_group
         gloo: Any = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
         own, size = gloo.rank(), gloo.size()
+        others = [(own + distance) % size for distance in range(1, size)]
+        # Before anything that the other ranks see: no thread may be left to start.
+        queues = [self._queue_of(other) for other in (own, *others)]
         # Each swap has a tag of its own, so that its messages cannot be taken for those of another one in progress.
         tag = _FIRST_TAG + next(self._begun) % _TAGS
         # The timeout is not left to gloo, which would take that of connecting.
@@ -113,22 +129,28 @@ class Messages:
         # In inference mode, since its tensors may be changed in no other, and others in any.
         with torch.inference_mode():
             received[own].copy_(sent[own])
-        swap, others = Swap(size), [(own + distance) % size for distance in range(1, size)]
+        swap = Swap(size, self._cut)
         receives = [partial(gloo.recv, [received[other]], other, tag) for other in reversed(others)]
-        # Before the sends.
-        first = [_posted(receive, timeout) for receive in receives[:1]]
-        for other in others:
-            wait = _posted(partial(gloo.send, [sent[other]], other, tag), timeout)
-            self._queue_of(other).put(partial(swap.run, wait))
-        self._queue_of(own).put(partial(swap.run, partial(_receive, first, receives[1:], timeout)))
+        try:
+            # Before the sends.
+            first = [_posted(receive, timeout) for receive in receives[:1]]
+            waits = [_posted(partial(gloo.send, [sent[other]], other, tag), timeout) for other in others]
+            waits.insert(0, partial(_receive, first, receives[1:], timeout))
+            for queue, wait in zip(queues, waits, strict=True):
+                queue.put(partial(swap.run, wait))
+        except BaseException:
+            # The other ranks would wait for what was not sent.
+            self._cut()
+            raise
         return swap
 
     def _queue_of(self, other: int) -> SimpleQueue[Callable[[], object] | None]:
         queue = self._queues.get(other)
         if queue is None:
-            queue = self._queues[other] = SimpleQueue()
+            queue = SimpleQueue()
             # The thread knows the queue alone, so that it keeps no engine.
             threading.Thread(target=_run_all, args=(queue,), daemon=True, name="hvdlite-messages").start()
+            self._queues[other] = queue
             weakref.finalize(self, queue.put, None).atexit = False
         return queue
 
@@ -138,7 +160,7 @@ def _posted(post: Callable[[], Any], timeout: timedelta) -> Callable[[], object]
     try:
         return partial(post().wait, timeout)
     except RuntimeError as error:
-        return partial(_raise, error)
+        return partial(_raise, error.with_traceback(None))
 
 
 def _raise(error: RuntimeError) -> None:
@@ -153,7 +175,8 @@ def _receive(first: Sequence[Callable[[], object]], others: Sequence[Callable[[]
 
 
 def _run_all(queue: SimpleQueue[Callable[[], object] | None]) -> None:
-    while (part := queue.get()) is not None:
-        part()
+    """Calls what comes, in turn, until None comes."""
+    while (run := queue.get()) is not None:
+        run()
         # The variable would keep its tensors until the next one comes.
-        del part
+        del run

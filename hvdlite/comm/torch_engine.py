@@ -73,7 +73,7 @@ class TorchEngine(Engine):
         self._has_nccl = has_nccl
         self._cut = cut
         self._shut_down = shut_down
-        self._messages = Messages(process_group)
+        self._messages = Messages(process_group, cut)
         self._pending: set[TorchWork] = set()
         # By device, the last operation on a GPU. Those before it end before it does.
         self._last_on_gpu: dict[torch.device, TorchWork] = {}
@@ -221,7 +221,10 @@ class TorchWork:
             # On CUDA this returns at once: the current stream waits, and not the host.
             return self._work.wait() if self.is_on_gpu else self._wait_on_cpu()
         except RuntimeError as error:
-            raise self._state.reason_of(error) from error
+            reason = self._state.reason_of(error)
+            if reason is error:
+                raise
+            raise reason from error
         finally:
             # A wait that the revocation has ended leaves the operation behind.
             if self.is_on_gpu or self.has_ended:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 from ranks import attempt_ranks, attempt_threads, run_ranks
 
-from hvdlite.comm import torch_engine
+from hvdlite.comm import messages, torch_engine
 from hvdlite.comm.gloo import ConnectingRanks, InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.comm.messages import NOT_DONE_YET
@@ -302,22 +304,25 @@ def test_a_rank_that_does_not_come_within_the_timeout_is_told_as_one(size: int) 
     run_ranks(size, rank)
 
 
+def groups_with_connections(size: int) -> Callable[[int], Group]:
+    """Returns what opens a rank's group on connections that can be cut, as those of a job."""
+    store, timeout = dist.HashStore(), InitTimeout(timedelta(seconds=60))
+    names = tuple(f"node{each}" for each in range(size))
+
+    def group_of(rank: int) -> Group:
+        ranks = ConnectingRanks(store, Signer(b"key"), rank, names, timeout)
+        return Group(SubsetEngineFactory(ranks, "gloo", range(size)), rank, size, names, signer=Signer(b"test"))
+
+    return group_of
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_revoked_engine_ends_swaps_and_lets_go_of_their_tensors(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store, timeout = dist.HashStore(), InitTimeout(timedelta(seconds=60))
-    names = tuple(f"node{each}" for each in range(size))
-    is_over = threading.Event()
+    group_of, is_over = groups_with_connections(size), threading.Event()
 
     def run(rank: int) -> bool:
-        group = Group(
-            SubsetEngineFactory(ConnectingRanks(store, Signer(b"key"), rank, names, timeout), "gloo", range(size)),
-            rank,
-            size,
-            names,
-            signer=Signer(b"test"),
-        )
-        try:
+        with closing(group_of(rank)) as group:
             if rank > 0:
                 assert is_over.wait(60)
                 return True
@@ -328,8 +333,6 @@ def test_a_revoked_engine_ends_swaps_and_lets_go_of_their_tensors(size: int, mon
             group.quiesce("rank 7 has crashed")
             is_over.set()
             return bool(work._work.has_ended)  # type: ignore[attr-defined]  # a TorchWork's
-        finally:
-            group.close()
 
     assert attempt_threads(size, run) == [True] * size
 
@@ -345,3 +348,102 @@ def test_the_thread_that_waits_ends_with_the_engine() -> None:
         gc.collect()
         time.sleep(0.01)
     assert threads() <= before
+
+
+@pytest.mark.parametrize(("size", "lost"), [(2, 1), (3, 2)])
+def test_a_swap_that_failed_keeps_neither_its_group_nor_its_tensors(size: int, lost: int) -> None:
+    kept: list[weakref.ref[Any]] = []
+
+    def rank(group: Group) -> None:
+        if group.rank == lost:
+            group.close()
+            return
+        parts, work = begin(group)
+        engine = group.engine
+        assert isinstance(engine, TorchEngine)
+        kept.extend([weakref.ref(engine.process_group), weakref.ref(work._work._work), *map(weakref.ref, parts)])
+        with pytest.raises(PeerLostError):
+            work.wait()
+        group.close()
+
+    run_ranks(size, rank)
+    until_s = time.monotonic() + 60
+    while any(each() is not None for each in kept) and time.monotonic() < until_s:
+        gc.collect()
+        time.sleep(0.01)
+    assert kept
+    assert not [each() for each in kept if each() is not None]
+
+
+def test_whatever_a_wait_raises_ends_the_swap_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = messages._receive
+
+    def run_out(*arguments: Any) -> None:
+        with lock:
+            is_first = not has_failed
+            has_failed.append(True)
+        if is_first:
+            raise MemoryError("no memory")
+        receive(*arguments)
+
+    lock, has_failed = threading.Lock(), []
+    monkeypatch.setattr(messages, "_receive", run_out)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    group_of = groups_with_connections(3)
+
+    def run(rank: int) -> None:
+        with closing(group_of(rank)) as group:
+            begin(group)[1].wait()
+
+    outcomes = attempt_threads(3, run)
+    failed = [str(outcome) for outcome in outcomes if isinstance(outcome, CommunicationError)]
+    assert sum("MemoryError: no memory" in each for each in failed) == 1
+    # Those that still needed a message of it are not left waiting.
+    assert all("within the timeout" not in each for each in failed)
+
+
+def test_a_rank_that_can_start_no_thread_is_told_so_and_may_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, has_failed = threading.Thread.start, threading.Event()
+
+    def start_later(thread: threading.Thread) -> None:
+        if thread.name == "hvdlite-messages" and not has_failed.is_set():
+            has_failed.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def rank(group: Group) -> int:
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                parts, work = begin(group)
+            except (CommunicationError, RuntimeError):
+                continue
+            work.wait()
+            require_right(group, parts)
+            return tries
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    assert sorted(run_ranks(3, rank)) == [1, 1, 2]
+
+
+def test_a_rank_that_fails_between_its_messages_is_a_lost_one_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    posted = messages._posted
+
+    def interrupted(post: Any, timeout: timedelta) -> Any:
+        if post.args[1] == 2 and post.func.__name__ == "send" and post.func.__self__.rank() == 1:
+            raise KeyboardInterrupt
+        return posted(post, timeout)
+
+    monkeypatch.setattr(messages, "_posted", interrupted)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    group_of = groups_with_connections(3)
+
+    def run(rank: int) -> None:
+        with closing(group_of(rank)) as group:
+            begin(group)[1].wait()
+
+    lost, interrupted_one, other = attempt_threads(3, run)
+    assert isinstance(interrupted_one, KeyboardInterrupt)
+    assert isinstance(other, CommunicationError)
+    assert all("within the timeout" not in str(each) for each in (lost, other))

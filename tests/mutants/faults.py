@@ -232,7 +232,7 @@ _RUNTIME = [
     Mutant(
         "a rank stays in a step whose end failed",
         "hvdlite/runtime/survival.py",
-        "        finally:\n            self._is_in_step = False\n",
+        "        finally:\n            self._step = None\n",
         "        finally:\n            pass\n",
         ("tests/runtime/test_survival.py::test_a_world_that_cannot_be_entered_ends_the_step",),
     ),
@@ -317,7 +317,7 @@ _LAUNCHER = [
     Mutant(
         "what the launcher sends does not end its silence",
         "launcher/wire/channel.py",
-        "        self._heard_at = self._clock()\n        if not data:",
+        "        self.hear()\n        if not data:",
         "        if not data:",
         ("tests/launcher/wire/test_channel.py::test_beats_are_sent_as_long_as_the_launcher_is_heard",),
     ),
