@@ -68,6 +68,13 @@ def in_words(error: BaseException) -> str | None:
     return None
 
 
+def one_reason(error: Exception) -> str:
+    """Returns the reason for an error in one line, whatever error it is."""
+    if isinstance(error, LauncherError):
+        return str(error)
+    return in_words(error) or (isinstance(error, OSError) and error.strerror) or repr(error)
+
+
 def why_not_written(error: OSError) -> str:
     """Returns why a file that the user has named cannot be written, without its path."""
     why = _SHORT_AT_PATH.get(error.errno or 0) or in_words(OSError(error.errno, ""))

@@ -16,13 +16,12 @@ import shlex
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
-from ..errors import LauncherError, in_words
+from ..errors import LauncherError, in_words, one_reason
 from ..plan.hosts import AUTO, Host, host_of_label
 from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot
@@ -45,12 +44,12 @@ from ..wire.messages import (
     StartWorkers,
 )
 from .connection_loop import ConnectionLoop
+from .connectors import MOST_CONNECTORS, Connectors
 from .remote_agent import RemoteAgent, local_agent_argv
 from .wait_for_agents import AgentAnswers, wait_for_agents
 
 AGENT_S = 15.0  # how long an agent may take to end all processes on its host
 _LOOK_S = 0.05  # how often to look whether an agent that was hung up on has ended
-_MOST_CONNECTORS = 32  # threads that each wait for an ssh that reads the user's configuration
 _FILES_OF_HOST = 3  # the pipes to its ssh client
 _FILES_BESIDES = 16
 _MOST_NAMED = 4
@@ -67,10 +66,9 @@ class Agents:
         self._store = Store() if store is None else store
         self._agents: dict[RemoteAgent, str] = {}  # and the token of each one's job directory
         self._numbers = itertools.count()
-        self._loop = ConnectionLoop(lambda error: events.put(LoopFailed(in_words(error) or repr(error))))
+        self._loop = ConnectionLoop(lambda error: events.put(LoopFailed(one_reason(error))))
+        self._connectors = Connectors()
         self._connecting: dict[str, object] = {}  # for each host that is being connected to, what the thread holds
-        self._to_connect: deque[tuple[str, int, object]] = deque()
-        self._connectors = 0  # threads
         self._leaving: list[RemoteAgent] = []  # those that were hung up on while the job runs, and have not ended
         self._failed_here: list[str] = []  # tokens of agents on this machine that could not clean up
         self._lock = threading.Lock()
@@ -108,7 +106,7 @@ class Agents:
         for host, argv in zip(hosts, self._argvs(hosts), strict=True):
             if not host.is_here:
                 log(f"{host.label} is reached by: {shlex.join(argv)}")
-            self._add(host, argv, is_patient=is_patient)
+            self._add(self._agent(host, argv, is_patient=is_patient))
         for agent in self._agents:
             self._greet(agent)
         by_hand = {host.label: self._job.ssh.by_hand(host) for host in hosts}
@@ -131,59 +129,51 @@ class Agents:
             return [local_agent_argv() for _ in hosts]
         from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  # costs 10 ms
 
-        ssh, timeout_s = self._job.ssh, self._job.start_timeout_s
-        with ThreadPoolExecutor(_MOST_CONNECTORS) as pool:
-            return list(pool.map(lambda h: local_agent_argv() if h.is_here else ssh.agent_argv(h, timeout_s), hosts))
+        with ThreadPoolExecutor(MOST_CONNECTORS) as pool:
+            return list(pool.map(self._argv, hosts))
+
+    def _argv(self, host: Host) -> list[str]:
+        return local_agent_argv() if host.is_here else self._job.ssh.agent_argv(host, self._job.start_timeout_s)
 
     def connect_later(self, label: str, slots: int) -> None:
         """Starts an agent on one more host, in one of few threads; the result is an event, `Answered` or `Lost`."""
         with self._lock:
             attempt = self._connecting[label] = object()
-            self._to_connect.append((label, slots, attempt))
-            if self._connectors >= _MOST_CONNECTORS:
-                return
-            self._connectors += 1
-        threading.Thread(target=self._connect_all, daemon=True, name="connect").start()
-
-    def _connect_all(self) -> None:
-        """Connects to the hosts that are waiting for it, until there is none."""
-        while True:
-            with self._lock:
-                if not self._to_connect:
-                    self._connectors -= 1
-                    return
-                waiting = self._to_connect.popleft()
-            self._connect(*waiting)
+        self._connectors.call(
+            partial(self._connect, label, slots, attempt), partial(self._cannot_connect, label, attempt)
+        )
 
     def _connect(self, label: str, slots: int, attempt: object) -> None:
         """Does nothing more once the host has been left, or is connected to by another ``attempt``."""
-        why = None
-        try:
-            known = next((host for host in self._job.hosts if host.label == label), None)
-            host = host_of_label(label, slots) if known is None else replace(known, slots=slots)
-            (argv,) = self._argvs([host])
-            with self._lock:
-                if self._connecting.get(label) is attempt:
-                    open_files.require(_FILES_OF_HOST + _FILES_BESIDES, "connections to one more host")
-                    self._greet(self._add(host, argv, is_patient=True))
-        except LauncherError as error:
-            why = str(error)
-        except (OSError, RuntimeError) as error:
-            why = in_words(error) or str(error)
+        if self._connecting.get(label) is not attempt:
+            return
+        known = next((host for host in self._job.hosts if host.label == label), None)
+        host = host_of_label(label, slots) if known is None else replace(known, slots=slots)
+        open_files.require(_FILES_OF_HOST + _FILES_BESIDES, "connections to one more host")
+        argv = self._argv(host)
+        if self._connecting.get(label) is not attempt:
+            return
+        agent = self._agent(host, argv, is_patient=True)
+        with self._lock:  # only now: on a file system that hangs it takes long to start ssh
+            if is_wanted := self._connecting.get(label) is attempt:
+                del self._connecting[label]
+                self._add(agent)
+                self._greet(agent)
+        if not is_wanted:
+            agent.discard()
+
+    def _cannot_connect(self, label: str, attempt: object, error: Exception) -> None:
         with self._lock:
             if self._connecting.get(label) is attempt:
                 del self._connecting[label]
-                if why is not None:
-                    self._events.put(Lost(label, why))
+                self._events.put(Lost(label, one_reason(error)))
 
     def _greet(self, agent: RemoteAgent) -> None:
         agent.greet(count_slots=agent.host.slots == AUTO, interface=self._job.interface_of(agent.host))
 
-    def _add(self, host: Host, argv: list[str], *, is_patient: bool) -> RemoteAgent:
-        agent = self._agent(host, argv, is_patient=is_patient)
+    def _add(self, agent: RemoteAgent) -> None:
         # Distinct tokens, since two hosts may share a temporary directory.
         self._agents[agent] = f"{self._token}-{next(self._numbers)}"
-        return agent
 
     def _agent(self, host: Host, argv: list[str], *, is_patient: bool) -> RemoteAgent:
         try:
@@ -192,6 +182,7 @@ class Agents:
                 argv,
                 self._events,
                 loop=self._loop,
+                connectors=self._connectors,
                 store=self._store,
                 explain=partial(explain, host, self._job.ssh),
                 why_not_there_yet=why_not_there_yet if is_patient and not host.is_here else None,

@@ -22,7 +22,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import IO
 
-from ..errors import ProtocolError, in_words
+from ..errors import ProtocolError, one_reason
 from ..plan.hosts import Host
 from ..plan.ssh import SSH_FAILED, killed_by, last_words
 from ..store.server import Store
@@ -51,6 +51,7 @@ from ..wire.messages import (
 )
 from ..wire.store_messages import StoreEvent
 from .connection_loop import ConnectionLoop
+from .connectors import Connectors
 
 _READ_BYTES = 1 << 18
 _NOISE_BYTES = 1 << 16  # the most that a login shell's start files may print before the agent's MARK
@@ -104,6 +105,7 @@ class RemoteAgent:
         events: SimpleQueue[Event],
         *,
         loop: ConnectionLoop,
+        connectors: Connectors,
         store: Store,
         explain: Callable[[int, str], str],
         why_not_there_yet: Callable[[int, str], str | None] | None = None,
@@ -111,16 +113,17 @@ class RemoteAgent:
         """``argv`` starts the agent. ``explain(returncode, stderr)`` returns the reason if it ends before its `Hello`.
 
         If ``why_not_there_yet`` returns a text for the same arguments, such an end is the event `NotThereYet`, and the
-        agent is started again, until it is hung up on. Without it there is one attempt.
+        agent is started again, by one of the ``connectors``, until it is hung up on. Without it there is one attempt.
 
         ``store`` answers the workers' requests, in the thread of ``loop`` and not in the event loop of the job, which
-        has to react fast. Raises OSError if there cannot be a process.
+        has to react fast. Raises OSError if there cannot be a process. What it sends is read once it is greeted.
         """
         self.host = host
         self.workers: Collection[int] = ()
         """The numbers of the workers on its host, from when it is sent `StartJob`."""
         self._events = events
         self._loop = loop
+        self._connectors = connectors
         self._output = _OutputBytes()
         self._ended: set[int] = set()
         self._store = store
@@ -129,18 +132,17 @@ class RemoteAgent:
         self._argv = argv
         self._pause_s = _FIRST_PAUSE_S
         self._greeting = b""
-        # Held while one attempt to connect follows another, which replaces the process.
-        self._attempts = threading.Lock()
+        self._lock = threading.Lock()  # for ``_dismissed``, and to replace the attempt unless that is set
         self._greeted = self._dismissed = self._is_lost = False
         self._attempt = self._started()
-        self._call(self._begin)
 
     # ------------------------------------------------------------ from any thread
 
     def greet(self, *, count_slots: bool, interface: str | None) -> None:
         """Sends the first message; the agent's answer is an event, `Answered` or `Lost`."""
         greeting = Greet(VERSION, not self.host.is_here, count_slots, interface)
-        self._call(self._greet, encode(greeting))
+        self._greeting = encode(greeting)  # for further attempts, too
+        self._call(self._begin)
 
     def send(self, command: Command) -> None:
         """Queues a command and does not block. If the agent has ended, that is the event `Lost` and no error here."""
@@ -156,9 +158,13 @@ class RemoteAgent:
 
     def hang_up(self) -> None:
         """Makes the agent kill what still runs on its host, clean up and end. This causes no `Lost`."""
-        with self._attempts:
+        with self._lock:
             self._dismissed = True
         self._call(self._finish)
+
+    def discard(self) -> None:
+        """Ends an agent that was not greeted, and so has started nothing."""
+        _discard(self._attempt)
 
     def kill(self) -> None:
         """Kills the agent on this machine, or the ssh client to it: its host is lost, as by an accident."""
@@ -182,7 +188,7 @@ class RemoteAgent:
             self._attempt.process.kill()
         return self._attempt.process.poll()
 
-    # ------------------- in the loop's thread, but for the first start: the process
+    # ---------------------- in the loop's thread, but for the starts: the process
 
     def _call(self, work: Callable[..., object], *arguments: object) -> None:
         self._loop.call(partial(self._do, work, *arguments))
@@ -195,8 +201,11 @@ class RemoteAgent:
         try:
             work(*arguments)
         except Exception as error:  # noqa: BLE001  # nothing else would tell that this agent is not heard any more
-            self.kill()
-            self._lose(f"its connection failed: {in_words(error) or one_line(repr(error))}")
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.kill()
+        self._lose(f"its connection failed: {one_line(one_reason(error))}")
 
     def _started(self) -> _Attempt:
         here = self.host.is_here
@@ -234,10 +243,6 @@ class RemoteAgent:
             channel.beat()
             self._later(BEAT_S, self._tick, channel)
         self._send(self._greeting)
-
-    def _greet(self, greeting: bytes) -> None:
-        self._greeting = greeting  # for further attempts, too
-        self._send(greeting)
 
     def _send(self, frame: bytes) -> None:
         if not self._attempt.channel.is_finished:
@@ -294,27 +299,38 @@ class RemoteAgent:
             self._later(_LOOK_S, self._await_end, until_s)
             return
         end = self._why_it_ended("" if self._attempt.spoke else self._attempt.noise.decode(errors="backslashreplace"))
-        if isinstance(end, str):
+        if isinstance(end, str) or self._dismissed:
             self._close_pipes()
-            self._lose(end)
+            self._lose(str(end))
             return
         self._events.put(end)
-        self._later(self._pause_s, self._start_again, end.why)
+        self._later(self._pause_s, self._try_again)
         self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
 
-    def _start_again(self, why: str) -> None:
-        """Starts the agent once more, unless it has been hung up on; otherwise it is lost for this reason."""
-        try:
-            with self._attempts:
-                if not self._dismissed:
-                    self._stop_reading(self._attempt.process.stderr)
-                    self._close_pipes()
-                    self._attempt = self._started()
-                    self._begin()
-                    return
-        except OSError as failure:
-            why = in_words(failure) or str(failure)
-        self._lose(why)
+    def _try_again(self) -> None:
+        self._stop_reading(self._attempt.process.stderr)
+        self._close_pipes()
+        if not self._dismissed:
+            self._connectors.call(self._start_again, lambda error: self._call(self._lose, one_reason(error)))
+
+    def _start_again(self) -> None:
+        """Starts the agent once more, unless it is hung up on. In a connector, as ssh's file system may hang."""
+        attempt = self._started()
+        with self._lock:
+            if not self._dismissed:
+                self._call(self._replace, attempt)
+                return
+        _discard(attempt)
+
+    def _replace(self, attempt: _Attempt) -> None:
+        with self._lock:
+            if is_wanted := not (self._dismissed or self._is_lost):
+                self._attempt = attempt
+        if is_wanted:
+            self._begin()
+        else:
+            attempt.process.kill()
+            self._connectors.call(partial(_discard, attempt), self._fail)
 
     def _close_pipes(self) -> None:
         """Closes the pipes of an agent that sends no more, but for stderr as long as anything holds that open."""
@@ -421,6 +437,16 @@ class RemoteAgent:
             self._attempt.room -= len(data)
             more = "" if self._attempt.room > 0 else "\n... (the rest is not shown)"
             self._events.put(AgentSaid(self.host.label, text + more))
+
+
+def _discard(attempt: _Attempt) -> None:
+    """Kills a process that the agent has not been greeted by, and waits for it."""
+    process = attempt.process
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
 
 
 def _with_absolute_python_path() -> dict[str, str]:

@@ -28,7 +28,7 @@ from .machine import boot_id
 if TYPE_CHECKING:
     import psutil
 
-_NAME = re.compile(r"hvdlite-[0-9a-f]{16}-[0-9]+")  # see `worker_environment.job_dir` and `Agents._token_of`
+_NAME = re.compile(r"hvdlite-[0-9a-f]{16}-[0-9]+")  # see `worker_environment.job_dir` and `agents.agent_group.Agents`
 _NOTE = "boot"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TRIES = 10

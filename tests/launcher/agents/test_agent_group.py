@@ -9,7 +9,15 @@ from types import SimpleNamespace
 import pytest
 from hvdlite_launcher.agents import agent_group
 from hvdlite_launcher.agents.agent_group import Agents
+from hvdlite_launcher.agents.connectors import MOST_CONNECTORS
 from hvdlite_launcher.errors import LauncherError
+from hvdlite_launcher.plan.hosts import Host
+
+
+def job_that(looks_up):
+    return SimpleNamespace(
+        hosts=(), ssh=SimpleNamespace(agent_argv=looks_up), start_timeout_s=60, interface_of=lambda _: None
+    )
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["is found", "is not found"])
@@ -27,8 +35,7 @@ def test_a_host_that_is_left_before_it_could_be_connected_to_is_not_connected_to
 
     monkeypatch.setattr(agent_group, "RemoteAgent", lambda host, *_, **__: added.append(host))
     events = SimpleQueue()
-    job = SimpleNamespace(hosts=(), ssh=SimpleNamespace(agent_argv=look_up), start_timeout_s=60)
-    agents = Agents(job, events)
+    agents = Agents(job_that(look_up), events)
     agents.connect_later("far", 1)
     assert is_looking.wait(60)
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "connect"]
@@ -37,3 +44,57 @@ def test_a_host_that_is_left_before_it_could_be_connected_to_is_not_connected_to
     thread.join(60)
     assert not added
     assert events.empty()
+
+
+class SlowAgent:
+    """In the place of an agent whose ssh is on a file system that hangs."""
+
+    def __init__(self, host, *_, **__):
+        self.host = host
+        self.done = []
+        SLOW.put(self)
+        assert GOES_ON.wait(60)
+
+    def __getattr__(self, name):
+        return lambda *_, **__: self.done.append(name)
+
+
+SLOW: SimpleQueue = SimpleQueue()
+GOES_ON = threading.Event()
+
+
+@pytest.mark.parametrize("leave", [lambda agents: agents.leave("far"), Agents.end], ids=["left", "ended"])
+def test_while_an_ssh_is_being_started_nobody_waits_and_if_it_is_not_wanted_any_more_it_is_ended(monkeypatch, leave):
+    monkeypatch.setattr(agent_group, "RemoteAgent", SlowAgent)
+    GOES_ON.clear()
+    agents = Agents(job_that(lambda host, timeout_s: ["ssh"]), SimpleQueue())
+    agents.connect_later("far", 1)
+    agent = SLOW.get(timeout=60)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "connect"]
+    left = threading.Thread(target=leave, args=(agents,), daemon=True)
+    left.start()
+    left.join(20)
+    assert not left.is_alive()
+    GOES_ON.set()
+    thread.join(60)
+    assert agent.done == ["discard"]
+    agents.end()
+
+
+def test_whatever_fails_for_some_hosts_others_are_connected_to(monkeypatch):
+    def look_up(host, timeout_s):
+        if host.label != "far":
+            raise KeyError(host.label)
+        return ["ssh"]
+
+    GOES_ON.set()
+    monkeypatch.setattr(agent_group, "RemoteAgent", SlowAgent)
+    monkeypatch.setattr(agent_group, "host_of_label", Host)
+    events: SimpleQueue = SimpleQueue()
+    agents = Agents(job_that(look_up), events)
+    hosts = [f"h{number}" for number in range(2 * MOST_CONNECTORS)]
+    for label in (*hosts, "far"):
+        agents.connect_later(label, 1)
+    lost = [events.get(timeout=60) for _ in hosts]
+    assert {(each.host, each.why) for each in lost} == {(label, f"KeyError('{label}')") for label in hosts}
+    assert SLOW.get(timeout=60).host.label == "far"

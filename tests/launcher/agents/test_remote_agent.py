@@ -10,6 +10,7 @@ from queue import SimpleQueue
 
 import pytest
 from hvdlite_launcher.agents.connection_loop import ConnectionLoop
+from hvdlite_launcher.agents.connectors import Connectors
 from hvdlite_launcher.agents.remote_agent import RemoteAgent
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.ssh import why_not_there_yet
@@ -48,7 +49,7 @@ def no_thread_dies(monkeypatch):
 
 
 def agent_of(argv, events, loop, **options):
-    options = {"explain": lambda *_: "explained", "store": Store(), **options}
+    options = {"explain": lambda *_: "explained", "store": Store(), "connectors": Connectors(), **options}
     return RemoteAgent(NODE, argv, events, loop=loop, **options)
 
 
@@ -141,7 +142,7 @@ def test_output_without_end_that_nobody_asked_for_ends_it(tmp_path):
 def test_words_without_end_on_its_stderr_are_cut(loop):
     events: SimpleQueue = SimpleQueue()
     flood = "import sys; [sys.stderr.write('x' * 100_000) for _ in range(100)]"
-    agent_of([sys.executable, "-c", flood], events, loop)
+    agent_of([sys.executable, "-c", flood], events, loop).greet(count_slots=False, interface=None)
     said = []
     while not isinstance(event := events.get(timeout=60), Lost):
         said.append(event.text)
@@ -159,6 +160,7 @@ def test_the_end_of_agents_that_were_hung_up_on_does_not_touch_the_files_of_a_ho
     while lower[-1] < max(numbers):
         lower.append(os.open(os.devnull, os.O_RDONLY))
     for agent in leaving:
+        agent.greet(count_slots=False, interface=None)
         agent.hang_up()
     flushed = threading.Event()
     loop.call(flushed.set)
@@ -254,6 +256,47 @@ def test_a_host_that_is_hung_up_on_is_not_tried_again(tmp_path, loop):
     assert not started
     while not events.empty():
         assert isinstance(events.get(), NotThereYet)
+
+
+def test_while_an_ssh_is_started_again_nobody_waits_and_if_it_was_hung_up_on_it_is_ended(tmp_path, loop):
+    agent, _ = patient_agent(tmp_path, loop, NOT_THERE + "; exec sleep 600")
+    (tmp_path / "there").touch()
+    started, is_starting, goes_on, start = SimpleQueue(), threading.Event(), threading.Event(), agent._started
+
+    def start_late():
+        is_starting.set()
+        assert goes_on.wait(60)
+        attempt = start()
+        started.put(attempt)
+        return attempt
+
+    agent._started = start_late
+    loop.call(agent._try_again)
+    assert is_starting.wait(60)
+    is_called = threading.Event()
+    loop.call(is_called.set)
+    assert is_called.wait(20)
+    hangs_up = threading.Thread(target=agent.hang_up, daemon=True)
+    hangs_up.start()
+    hangs_up.join(20)
+    assert not hangs_up.is_alive()
+    goes_on.set()
+    attempt = started.get(timeout=60)
+    assert attempt.process.wait(60) == -9
+    agent.wait(60)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "connect"] or [threading.Thread()]
+    if thread.ident is not None:
+        thread.join(60)
+    assert attempt.process.stdout.closed
+    assert agent._attempt is not attempt
+
+
+def test_one_that_was_not_greeted_can_be_discarded(loop):
+    agent = agent_of(["sleep", "600"], SimpleQueue(), loop)
+    agent.discard()
+    process = agent._attempt.process
+    assert process.returncode == -9
+    assert all(pipe.closed for pipe in (process.stdin, process.stdout, process.stderr))
 
 
 @pytest.mark.parametrize(
