@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import selectors
 import struct
 import sys
 import threading
@@ -151,23 +152,18 @@ def test_words_without_end_on_its_stderr_are_cut(loop):
 
 
 def test_the_end_of_agents_that_were_hung_up_on_does_not_touch_the_files_of_a_host_that_has_come(tmp_path, loop):
-    events: SimpleQueue = SimpleQueue()
-    (tmp_path / "said").write_bytes(MARK + HELLO)
     slow = 'cat >/dev/null; until test -e "$0"; do sleep 0.01; done'
-    leaving = [agent_of(["sh", "-c", slow, str(tmp_path / "end")], events, loop) for _ in range(6)]
-    numbers = {agent._attempt.process.stdin.fileno() for agent in leaving}
-    lower = [os.open(os.devnull, os.O_RDONLY)]  # all that are free below these
-    while lower[-1] < max(numbers):
-        lower.append(os.open(os.devnull, os.O_RDONLY))
-    for agent in leaving:
-        agent.greet(count_slots=False, interface=None)
-        agent.hang_up()
-    flushed = threading.Event()
-    loop.call(flushed.set)
-    assert flushed.wait(60)
-    come = agent_of(["sh", "-c", 'head -c 1 >/dev/null; exec cat "$0"', str(tmp_path / "said")], events, loop)
-    assert come._attempt.process.stdout.fileno() in numbers
-    ended = threading.Event()
+    leaving = [agent_of(["sh", "-c", slow, str(tmp_path / "end")], SimpleQueue(), loop) for _ in range(3)]
+    numbers = [agent._attempt.process.stdin.fileno() for agent in leaving]
+    is_left, ended = threading.Event(), threading.Event()
+    reads, writes = os.pipe()
+
+    def take_their_numbers():
+        assert all(agent._attempt.process.stdin.closed for agent in leaving)
+        for number in numbers:
+            os.dup2(reads, number)
+            loop.selector.register(number, selectors.EVENT_READ, pytest.fail)
+        is_left.set()
 
     def look():
         if all(agent._attempt.process.stdout.closed for agent in leaving):
@@ -175,16 +171,17 @@ def test_the_end_of_agents_that_were_hung_up_on_does_not_touch_the_files_of_a_ho
         else:
             loop.later(0.01, look)
 
+    for agent in leaving:
+        agent.greet(count_slots=False, interface=None)
+        agent.hang_up()
+    loop.call(take_their_numbers)
+    assert is_left.wait(60)
     (tmp_path / "end").touch()
     loop.call(look)
     assert ended.wait(60)
-    come.greet(count_slots=False, interface=None)
-    assert isinstance(events.get(timeout=20), Answered)
-    assert isinstance(events.get(timeout=20), Lost)
-    for agent in (*leaving, come):
-        agent.hang_up()
-        agent.wait(60)
-    for number in lower:
+    assert all(number in loop.selector.get_map() for number in numbers)
+    loop.close()
+    for number in (*numbers, reads, writes):
         os.close(number)
 
 
