@@ -13,6 +13,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from ..errors import LauncherError
+from ..system import process_tree
 from ..system.open_files import as_before
 from ..system.signals import signal_name
 from .hosts import Host
@@ -24,6 +26,8 @@ _FIND_PYTHON = (
     'echo "no such python: $*" >&2; exit 127'
 )
 _CONNECT_S = 15
+# Of what ssh and the host wrote, only so much is searched for a reason: the last lines, and the start of each.
+_MOST_LINES, _MOST_OF_LINE = 50, 500
 SSH_FAILED = 255
 """The exit code of ssh for its own failures; all others are of the command there."""
 # Until the agent sends `Hello`, and when no launcher is left to end it, ssh itself watches the connection: it ends when
@@ -46,20 +50,23 @@ class Ssh:
     known_hosts: bool = False
 
     def agent_argv(self, host: Host, start_timeout_s: float) -> list[str]:
-        """Returns the command that runs an agent on ``host``: its stdin and stdout are the connection."""
+        """Returns the command that runs an agent on ``host``: its stdin and stdout are the connection.
+
+        Raises `LauncherError` if ssh does not read the user's configuration within ``start_timeout_s``.
+        """
         own = self._own_words()
         command = self._remote_command()
         if os.path.basename(self.program) != "ssh":  # it need not have ssh's options
             return [self.program, *own, host.label, command]
         options = ["BatchMode=yes", "ControlMaster=no", "ClearAllForwardings=yes", "RemoteCommand=none", *_ALIVE]
-        configured = _configured(self.program, [*own, *self._host_words(host)])
+        configured = _configured(self.program, [*own, *self._host_words(host)], host, start_timeout_s)
         # The user's config has priority. By default ssh would ask about a new host, which it cannot do here, so the key
         # is accepted; a changed key is still refused.
         if self.known_hosts:
             options.append("StrictHostKeyChecking=yes")
-        elif configured.get("stricthostkeychecking", "ask") == "ask":
+        elif configured is not None and configured.get("stricthostkeychecking", "ask") == "ask":
             options.append("StrictHostKeyChecking=accept-new")
-        if configured.get("connecttimeout", "none") == "none":
+        if configured is not None and configured.get("connecttimeout", "none") == "none":
             options.append(f"ConnectTimeout={max(1, min(_CONNECT_S, int(start_timeout_s)))}")
         return [
             self.program,
@@ -95,15 +102,27 @@ class Ssh:
         return [*port, *identity, *self.args]
 
 
-def _configured(program: str, words: list[str]) -> dict[str, str]:
-    """Returns ssh's configuration for a host; empty if ssh cannot be run, which starting the agent will report."""
+def _configured(program: str, words: list[str], host: Host, timeout_s: float) -> dict[str, str] | None:
+    """Returns ssh's configuration for a host; None if ssh fails, as it will again when it is to start the agent."""
+    argv = as_before([program, "-G", *words])
     try:
-        asked = subprocess.run(
-            as_before([program, "-G", *words]), stdin=subprocess.DEVNULL, capture_output=True, check=False
-        )
+        with subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as asked:
+            try:
+                printed, _ = asked.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                process_tree.kill_tree(asked.pid)  # with what it has started, such as of a Match exec
+                asked.kill()
+                raise LauncherError(
+                    f"{program} -G {host.label} took more than {timeout_s:g} s: what does your ssh config run (Match "
+                    "exec)? --start-timeout allows more time"
+                ) from None
     except OSError:
-        return {}
-    lines = asked.stdout.decode(errors="replace").lower().splitlines()
+        return None
+    if asked.returncode:
+        return None
+    lines = printed.decode(errors="replace").lower().splitlines()
     return dict(line.split(" ", 1) for line in lines if " " in line)
 
 
@@ -206,5 +225,5 @@ def last_words(words: str) -> str | None:
 
 def _lines(words: str) -> list[str]:
     # ssh writes this warning for every host that it connects to for the first time.
-    lines = [line.strip() for line in words.splitlines()]
-    return [line for line in lines if line and not line.startswith("Warning: Permanently added ")]
+    lines = [line.strip()[:_MOST_OF_LINE] for line in words.splitlines()]
+    return [line for line in lines if line and not line.startswith("Warning: Permanently added ")][-_MOST_LINES:]

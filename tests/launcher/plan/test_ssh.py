@@ -3,8 +3,11 @@
 import stat
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+from hvdlite_launcher.errors import LauncherError
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.ssh import Ssh, explain, why_not_there_yet
 
@@ -31,6 +34,27 @@ def test_what_the_users_configuration_does_not_say_is_set(fake_ssh):
     # No question is asked, no process stays behind, none of the user's ports is forwarded, and no other command runs.
     for option in ("BatchMode=yes", "ControlMaster=no", "ClearAllForwardings=yes", "RemoteCommand=none"):
         assert f"-o{option}" in argv
+
+
+@pytest.mark.parametrize("end", ["exit 255", "kill $$"])
+def test_where_ssh_cannot_say_what_is_configured_nothing_of_it_is_overridden(fake_ssh, end):
+    program = fake_ssh("stricthostkeychecking ask\nconnecttimeout none")
+    with open(program, "a") as file:
+        file.write(end)
+    argv = Ssh(program=program).agent_argv(NODE, 60)
+    assert not any("StrictHostKeyChecking" in word or "ConnectTimeout" in word for word in argv)
+    assert "-oStrictHostKeyChecking=yes" in Ssh(program=program, known_hosts=True).agent_argv(NODE, 60)
+
+
+def test_an_ssh_that_does_not_end_is_given_up_with_what_it_has_started(fake_ssh, tmp_path):
+    program = fake_ssh("")
+    with open(program, "a") as file:
+        file.write(f"sleep 600 & echo $! >{tmp_path}/pid; wait")
+    with pytest.raises(LauncherError, match=r"ssh -G user@node1 took more than 1 s: .*--start-timeout"):
+        Ssh(program=program).agent_argv(NODE, 1)
+    pid = int((tmp_path / "pid").read_text())
+    while Path(f"/proc/{pid}/stat").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text():
+        time.sleep(0.01)
 
 
 def test_what_the_users_configuration_says_stands(fake_ssh):
@@ -162,6 +186,14 @@ def test_any_other_failure_is_told_by_its_last_line_and_how_to_see_it_by_hand():
 def test_who_was_killed_is_told_and_not_what_ssh_says_of_every_new_host(returncode, cause):
     words = "Warning: Permanently added 'node1' (ED25519) to the list of known hosts.\r\n"
     assert explain(NODE, Ssh(), returncode, words) == cause
+
+
+@pytest.mark.parametrize("words", ["bad " * 16_000, "a bad " * 16_000 + "\n" + "x\n" * 70])
+def test_words_without_end_take_no_time_and_are_cut(words):
+    began_s = time.thread_time()
+    told = explain(NODE, Ssh(), 255, words)
+    assert time.thread_time() - began_s < 0.5
+    assert len(told) < 600
 
 
 CLOSED = "kex_exchange_identification: Connection closed by remote host\r\nConnection closed by UNKNOWN port 65535"
