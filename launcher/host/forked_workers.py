@@ -152,7 +152,7 @@ class ForkedWorkers:
                         process_tree.dying_with_parent()
                     ),
                 )
-            except OSError:
+            except (OSError, subprocess.SubprocessError):  # or the child could not set itself up
                 ours.close()
                 return
         ours.setblocking(False)

@@ -104,10 +104,12 @@ class Ssh:
 
 def _configured(program: str, words: list[str], host: Host, timeout_s: float) -> dict[str, str] | None:
     """Returns ssh's configuration for a host; None if ssh fails, as it will again when it is to start the agent."""
-    argv = as_before([program, "-G", *words])
     try:
         with subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            as_before([program, "-G", *words]),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         ) as asked:
             try:
                 printed, _ = asked.communicate(timeout=timeout_s)

@@ -7,6 +7,7 @@ import os
 import selectors
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -124,6 +125,16 @@ def test_an_agent_that_can_open_no_more_files_has_no_server(host):
         host.pass_time(host.workers.time_left_s())
     assert host.commands == []
     assert not host.ask()
+
+
+def test_where_the_server_cannot_set_itself_up_there_is_none(host, monkeypatch):
+    def fail(*_, **__):
+        raise subprocess.SubprocessError("Exception occurred in preexec_fn.")
+
+    monkeypatch.setattr(forked_workers.subprocess, "Popen", fail)
+    host.pass_time(10)
+    assert not host.workers.is_ready
+    assert host.workers.time_left_s() is None
 
 
 def test_an_agent_that_can_open_no_more_files_asks_for_no_worker_of_its_server(host):

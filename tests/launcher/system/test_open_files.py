@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 
-import pytest
+from hvdlite_launcher.system import open_files
 
 # Runs what follows in a process that was started with these limits.
 UNDER = """
@@ -69,8 +70,37 @@ open_files.require(400, "connections to 100 hosts")
     assert "/etc/security/limits.conf" in said
 
 
-@pytest.mark.parametrize("program", ["open_files.allow(0)", "open_files.require(0, '')"])
-def test_a_limit_that_is_reached_is_an_error_of_the_system(program):
-    taken = "kept = []\ntry:\n    while True: kept.append(os.dup(0))\nexcept OSError: pass\n"
-    caught = f"try:\n    {program}\nexcept OSError as error: kept.clear() or print(error.strerror)"
-    assert printed(taken + caught, 64, 64) == ["Too many open files"]
+TAKEN = "kept = []\ntry:\n    while True: kept.append(os.dup(0))\nexcept OSError: pass\n"
+
+
+def test_a_limit_that_is_reached_is_raised_without_an_error():
+    assert printed(TAKEN + "open_files.allow(4); kept.append(os.dup(0)); print(limit())", 64, 256) == ["(256, 256)"]
+    assert printed(TAKEN + "open_files.allow(4); kept.clear() or print(limit())", 64, 64) == ["(64, 64)"]
+
+
+def test_a_hard_limit_that_is_reached_is_told():
+    tried = "try:\n    open_files.require(4, 'four')\nexcept LauncherError as error: kept.clear() or print(error)"
+    (said,) = printed(TAKEN + tried, 64, 64)
+    assert said.startswith("four need 68 open files in this process, and the limit is 64: raise it")
+
+
+def test_no_limit_is_none(monkeypatch):
+    now, unlimited = [(256, resource.RLIM_INFINITY)], resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda _: now[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: now.append(limits))
+    needed = open_files.allow(1000)
+    assert now[1:] == [(4 * needed, unlimited)]
+    now.append((unlimited, unlimited))
+    open_files.require(10**6, "a million")
+    assert now[2:] == [(unlimited, unlimited)]
+
+
+def test_a_program_that_is_missing_is_an_error_of_the_system_also_under_the_old_limit():
+    program = """
+open_files.allow(300)
+try:
+    open_files.as_before(["no-such-ssh", "x"])
+except OSError as error:
+    print(error)
+"""
+    assert printed(program, 256, 512) == ["[Errno 2] No such file or directory: 'no-such-ssh'"]
