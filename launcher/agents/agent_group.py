@@ -51,6 +51,7 @@ from .wait_for_agents import AgentAnswers, wait_for_agents
 AGENT_S = 15.0  # how long an agent may take to end all processes on its host
 _LOOK_S = 0.05  # how often to look whether an agent that was hung up on has ended
 _FILES_OF_HOST = 3  # the pipes to its ssh client
+_FILES_OF_QUESTION = 7  # while ssh -G is started: both ends of its pipes
 _FILES_BESIDES = 16
 _MOST_NAMED = 4
 _LOOPBACK = "127.0.0.1"
@@ -69,7 +70,7 @@ class Agents:
         self._loop = ConnectionLoop(lambda error: events.put(LoopFailed(one_reason(error))))
         self._connectors = Connectors()
         self._connecting: dict[str, object] = {}  # for each host that is being connected to, what the thread holds
-        self._leaving: list[RemoteAgent] = []  # those that were hung up on while the job runs, and have not ended
+        self._leaving: dict[RemoteAgent, str] = {}  # those that were hung up on while the job runs, until they end
         self._failed_here: list[str] = []  # tokens of agents on this machine that could not clean up
         self._lock = threading.Lock()
 
@@ -102,7 +103,9 @@ class Agents:
                 status.show(_connecting(missing, len(hosts)))
 
         if far:
-            open_files.require(_FILES_OF_HOST * len(far) + _FILES_BESIDES, f"connections to {len(far)} hosts")
+            of_questions = _FILES_OF_QUESTION * min(len(far), MOST_CONNECTORS)
+            most = max(_FILES_OF_HOST * len(far), of_questions) + _FILES_BESIDES
+            open_files.require(most, f"connections to {len(far)} hosts")
         for host, argv in zip(hosts, self._argvs(hosts), strict=True):
             if not host.is_here:
                 log(f"{host.label} is reached by: {shlex.join(argv)}")
@@ -262,18 +265,17 @@ class Agents:
             agent = self._agent_on(label)
             if agent is None:
                 return
-            token = self._agents.pop(agent)
-            self._leaving.append(agent)
+            self._leaving[agent] = self._agents.pop(agent)
         agent.hang_up()
-        self._loop.call(partial(self._reap, agent, token, time.monotonic() + AGENT_S))
+        self._loop.call(partial(self._reap, agent, time.monotonic() + AGENT_S))
 
-    def _reap(self, agent: RemoteAgent, token: str, give_up_at: float) -> None:
-        if (exit_code := agent.ended(is_late=time.monotonic() >= give_up_at)) is None:
-            self._loop.later(_LOOK_S, partial(self._reap, agent, token, give_up_at))
+    def _reap(self, agent: RemoteAgent, give_up_at: float) -> None:
+        if (exit_code := agent.exit_code(is_late=time.monotonic() >= give_up_at)) is None:
+            self._loop.later(_LOOK_S, partial(self._reap, agent, give_up_at))
             return
         with self._lock:
-            self._leaving.remove(agent)
-            if exit_code and agent.host.is_here:
+            token = self._leaving.pop(agent, None)  # None: `end` looks after it
+            if token is not None and exit_code and agent.host.is_here:
                 self._failed_here.append(token)
 
     def signal(self, numbers: Collection[int], signum: int) -> None:
@@ -312,14 +314,15 @@ class Agents:
         """Hangs up on all agents and waits until they have ended; cleans up on this machine if one of them failed."""
         with self._lock:
             self._connecting.clear()
-            agents, self._agents = self._agents, {}
+            agents = {**self._leaving, **self._agents}
+            self._leaving, self._agents = {}, {}
         for agent in agents:
             agent.hang_up()
         give_up_at = time.monotonic() + timeout_s
         exit_codes = [agent.wait(max(0.0, give_up_at - time.monotonic())) for agent in agents]
-        for agent in list(self._leaving):
-            agent.wait(max(0.0, give_up_at - time.monotonic()))
-        self._loop.close()
+        if self._loop.close():
+            for agent in agents:
+                agent.close()
         failed_here, self._failed_here = self._failed_here, []
         if any(exit_codes) or failed_here:
             # Imported here since it takes 10 ms, and agents seldom fail.

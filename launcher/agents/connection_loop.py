@@ -56,12 +56,19 @@ class ConnectionLoop:
         """Has the thread call this when so many seconds are over. Only for functions that the thread calls."""
         heapq.heappush(self._alarms, (time.monotonic() + delay_s, next(self._numbers), work))
 
-    def close(self) -> None:
-        """Ends the thread once it has done what it was given; goes on without it if that takes too long."""
+    def close(self) -> bool:
+        """Ends the thread once it has done what it was given, and forgets what is left to do.
+
+        Goes on without it if that takes too long, and returns whether it has ended.
+        """
         self.call(self._close)
         self._thread.join(_CLOSE_S)
         for each in (self._woken, self._wakes):
             each.close()
+        if has_ended := not self._thread.is_alive():
+            self._calls.clear()
+            self._alarms.clear()
+        return has_ended
 
     def _close(self) -> None:
         self._is_closed = True

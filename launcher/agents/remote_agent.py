@@ -60,8 +60,9 @@ _MOST_SAID_BYTES = 1 << 20  # of the stderr of ssh and the agent: more is not sh
 _UNEXPECTED = "its hvdlite agent ended unexpectedly"
 # Between attempts to connect to a host that is not there yet: doubled each time.
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.2, 2.0
-_WORDS_S = 2.0  # how long to wait for the return code and the end of stderr, and how often to look
-_LOOK_S = 0.01
+# After the end of what an agent sends: how long to wait for its return code and the end of its stderr, and how often to
+# look for them.
+_WORDS_S, _LOOK_S = 2.0, 0.01
 
 
 def local_agent_argv() -> list[str]:
@@ -182,11 +183,15 @@ class RemoteAgent:
             self._attempt.process.kill()
             return self._attempt.process.wait()
 
-    def ended(self, *, is_late: bool) -> int | None:
+    def exit_code(self, *, is_late: bool) -> int | None:
         """Returns what `wait` does, or None as long as the agent has not ended. ``is_late``: kills it."""
         if is_late or self._attempt.channel.silent or not self._greeted:
             self._attempt.process.kill()
         return self._attempt.process.poll()
+
+    def close(self) -> None:
+        """Closes its pipes, once it has ended, and so has the loop."""
+        _close_all(self._attempt.process)
 
     # ---------------------- in the loop's thread, but for the starts: the process
 
@@ -385,7 +390,8 @@ class RemoteAgent:
             )
         self._attempt.words = ""  # earlier output cannot be the reason for its end
         self._greeted = True
-        self._events.put(Answered(self.host.label, hello))
+        if not self._dismissed:
+            self._events.put(Answered(self.host.label, hello))
 
     def _validate(self, message: OfWorker) -> None:
         """Raises `ProtocolError` for an unknown worker, a second `Exited`, or more output than the limit."""
@@ -444,6 +450,10 @@ def _discard(attempt: _Attempt) -> None:
     process = attempt.process
     process.kill()
     process.wait()
+    _close_all(process)
+
+
+def _close_all(process: subprocess.Popen[bytes]) -> None:
     for pipe in (process.stdin, process.stdout, process.stderr):
         if pipe is not None:
             pipe.close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import tempfile
 import threading
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -12,6 +15,10 @@ from hvdlite_launcher.agents.agent_group import Agents
 from hvdlite_launcher.agents.connectors import MOST_CONNECTORS
 from hvdlite_launcher.errors import LauncherError
 from hvdlite_launcher.plan.hosts import Host
+from hvdlite_launcher.plan.worker_environment import job_dir
+from hvdlite_launcher.version import VERSION
+from hvdlite_launcher.wire.agent_frames import MARK, encode
+from hvdlite_launcher.wire.messages import Hello
 
 
 def job_that(looks_up):
@@ -98,3 +105,52 @@ def test_whatever_fails_for_some_hosts_others_are_connected_to(monkeypatch):
     lost = [events.get(timeout=60) for _ in hosts]
     assert {(each.host, each.why) for each in lost} == {(label, f"KeyError('{label}')") for label in hosts}
     assert SLOW.get(timeout=60).host.label == "far"
+
+
+@pytest.mark.parametrize("is_left", [False, True], ids=["all", "one is left"])
+def test_after_the_end_no_file_is_open_any_more(tmp_path, is_left):
+    (tmp_path / "said").write_bytes(MARK + encode(Hello(VERSION, 2, "10.0.0.1", 4000, "m")))
+    # Something that it has started still has its pipes.
+    script = f"head -c 1 >/dev/null; cat {tmp_path}/said; sleep 3 & exec cat >/dev/null"
+    job = job_that(lambda host, timeout_s: ["sh", "-c", script])
+    job.verbose, job.ssh.by_hand = False, lambda host: ""
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/dev/fd"))
+        for _ in range(3):
+            with Agents(job, SimpleQueue()) as agents:
+                agents.connect([Host(f"h{number}", 1) for number in range(5)])
+                if is_left:
+                    agents.leave("h1")
+            assert len(os.listdir("/dev/fd")) == before
+    finally:
+        gc.enable()
+
+
+class StuckAgent:
+    """In the place of a local agent that has to be killed."""
+
+    host = Host("here", 1, is_here=True)
+
+    def wait(self, timeout_s):
+        return -9
+
+    def exit_code(self, *, is_late):
+        return None
+
+    hang_up = close = lambda self: None
+
+
+def test_a_local_agent_that_was_being_left_and_is_killed_at_the_end_is_cleaned_up_after(tmp_path, monkeypatch):
+    killed = []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(agent_group.process_tree, "kill_descendants", lambda: killed.append(1))
+    agents, agent = Agents(job_that(None), SimpleQueue()), StuckAgent()
+    agents._add(agent)
+    directory = job_dir(agents._agents[agent], str(tmp_path))
+    os.mkdir(directory)
+    agents.leave("here")
+    agents.end()
+    assert killed == [1]
+    assert not os.path.exists(directory)

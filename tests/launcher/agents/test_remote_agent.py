@@ -288,6 +288,26 @@ def test_while_an_ssh_is_started_again_nobody_waits_and_if_it_was_hung_up_on_it_
     assert agent._attempt is not attempt
 
 
+def test_the_answer_of_one_that_was_hung_up_on_is_no_event(tmp_path, loop):
+    agent, events = patient_agent(
+        tmp_path, loop, 'head -c 1 >/dev/null; until test -e "$0"; do sleep 0.01; done; exec cat "$1"'
+    )
+    agent.hang_up()
+    (tmp_path / "there").touch()
+    ended = threading.Event()
+
+    def look():
+        if agent._attempt.process.stdout.closed:
+            ended.set()
+        else:
+            loop.later(0.01, look)
+
+    loop.call(look)
+    assert ended.wait(60)
+    assert agent._greeted
+    assert events.empty()
+
+
 def test_one_that_was_not_greeted_can_be_discarded(loop):
     agent = agent_of(["sleep", "600"], SimpleQueue(), loop)
     agent.discard()
