@@ -82,6 +82,8 @@ class Executor:
         # How many operations have been put in, and how many have ended.
         self.begun = 0
         self.ended = 0
+        # Whether it makes the result of a direct call, which rank 0 does not count.
+        self.is_making_result = False
         self._refusal: Callable[[str], BaseException] | None = None
         self._thread = threading.Thread(target=self._run, name="hvdlite-operations", daemon=True)
 
@@ -95,8 +97,8 @@ class Executor:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all operations that were put in have ended."""
-        return self.begun == self.ended
+        """Whether all operations that were put in have ended, and no result is being made."""
+        return self.begun == self.ended and not self.is_making_result
 
     def put(self, request: Request, owns: list[Any], divisor: int) -> None:
         """Runs the operation after everything that was put in before; arguments as in `Request.carry_out`."""
@@ -118,8 +120,8 @@ class Executor:
             request.carry_out(owns, divisor, self.recorder, self._note_end)
 
     def end_with(self, request: Request, make: Callable[[], Any]) -> None:
-        """Ends an operation at once with what ``make`` returns or raises; otherwise like `carry_out`."""
-        request.end_with(make, self.recorder, self._note_end)
+        """Ends a direct call with what ``make`` returns or raises, after `is_making_result` was set."""
+        request.end_with(make, self.recorder, self._note_result)
 
     def finish(self) -> None:
         """Ends the thread once everything that was put in is done."""
@@ -140,6 +142,9 @@ class Executor:
             item()
             # No reference is kept until the next item, since it would keep the caller's tensors alive.
             del item
+
+    def _note_result(self) -> None:
+        self.is_making_result = False
 
     def _note_end(self) -> None:
         self.current = None

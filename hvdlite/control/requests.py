@@ -48,6 +48,7 @@ class _Direct:
     operation: Operation | None = None
     handle: Handle | None = None
     is_handed_over: bool = False
+    has_name: bool = False
 
     @property
     def name(self) -> Name | None:
@@ -121,14 +122,15 @@ class Requests:
         """
         caller = self._labels.of_call((group.set_id, call.kind.name, None)) if call.name is None else None
         agreed = call.agreed + repr((call.name, caller and caller.name)).encode()
-        direct = _Direct(group, call, caller, DirectVote(agreed, call.tensor))
+        direct, voter = _Direct(group, call, caller, DirectVote(agreed, call.tensor)), self._voter
+        assert voter is not None, "the caller has asked `can_vote`"
         try:
             if self._begin_direct(direct) and (data := self._vote_directly(direct)) is not None:
                 try:
                     result = self._result(direct, data)
                 finally:
                     with self._lock:
-                        is_own = direct.handle is None
+                        is_own = direct.handle is None and not voter.holds
                         if is_own:
                             self._end_direct(direct)
                 if is_own:
@@ -157,13 +159,15 @@ class Requests:
                 self._direct = None
                 return False
             if name is not None:
+                direct.has_name = True
                 self._names.add(name)
+            # Under the lock: whoever goes on with the vote finds it cast, and this thread never casts it later.
+            voter.cast(direct.vote)
             return True
 
     def _vote_directly(self, direct: _Direct) -> VoteData | None:
         voter, clock = self._voter, self._connection.watch.clock
         assert voter is not None, "a vote has begun"
-        voter.cast(direct.vote)
         is_timed = clock.begin_wait()
         try:
             return voter.data_soon(direct.vote)
@@ -211,9 +215,11 @@ class Requests:
 
     def _end_direct(self, direct: _Direct) -> None:
         """Ends a direct vote behind which nothing is held. Under the lock."""
+        # In this order: a thread that is interrupted here leaves a vote that has ended, which `_may_vote` removes.
+        if direct.has_name:
+            self._names.discard(direct.name)
         if self._voter is not None:
             self._voter.end()
-        self._names.discard(direct.name)
         self._direct = None
 
     def say_in_order(self, message: ToRank0) -> None:
@@ -281,6 +287,9 @@ class Requests:
 
     def _may_vote(self, in_progress: int) -> bool:
         """Whether no more requests than these are in progress, nothing that runs, and no join. Under the lock."""
+        if self._direct is not None and self._voter is not None and not self._voter.is_voting:
+            # Its thread was interrupted as it began, or as it ended, and has not the lock yet.
+            self._end_direct(self._direct)
         return (
             self._voter is not None
             and not self._voter.is_voting
@@ -339,18 +348,22 @@ class Requests:
             return
         ask = _ask_for(handle, direct.group, operation, direct.caller)
         data = voter.data_of_go(direct.vote)
-        request = self._end_vote(ask, is_go=data is not None)
+        request = self._end_vote(ask, is_go=data is not None, direct=direct)
         if request is not None and data is not None:
             self._executor.end_with(request, partial(direct.call.result_elsewhere, data))
 
-    def _end_vote(self, ask: OperationRequest, *, is_go: bool) -> Request | None:
+    def _end_vote(self, ask: OperationRequest, *, is_go: bool, direct: _Direct | None = None) -> Request | None:
         """Ends the vote for ``ask``: returns the request if it is a go, else sends it, before those held behind it."""
         assert self._voter is not None, "a vote has begun"
         with self._lock:
             self._voted_ticket = None
-            self._direct = None
+            if direct is not None:
+                self._direct = None
             request = self._take(ask.ticket) if is_go else None
-            self._executor.begun += is_go
+            if is_go and direct is None:
+                self._executor.begun += 1
+            elif is_go:
+                self._executor.is_making_result = True
         if not is_go:
             self._ask(ask)
         if self._voter.say_held() or request is None:

@@ -36,8 +36,8 @@ would have answered with a go. If they differ, the negotiation gets the requests
 its vote. At a go all data are there, so nothing else can fail or wait: each rank makes the result from them. All of the
 above applies, since the rank counts as voting until it has read the data. The thread has the vote to itself for at most
 `PATIENCE_S`. If that is over, if another call is held behind the vote, or if the thread is interrupted, the executor
-goes on with it as with any other vote: nothing depends on when, or whether, the thread comes back. A signal handler may
-call hvdlite in the middle of a vote, or wait for a thread that does.
+goes on with it as with any other vote: nothing depends on when, or whether, the thread comes back. So a signal handler
+may call hvdlite in the middle of a vote, but for the few microseconds in which the thread has a lock.
 """
 
 from __future__ import annotations
@@ -159,6 +159,11 @@ class Voter:
         """Like `data_soon`, but blocks until the round is decided: rank 0 is asked to close it if that takes long."""
         patience_s = PATIENCE_S if vote.may_wait else 0.0
         return vote.data if vote.number and self._is_go(vote.number, None, patience_s) else None
+
+    @property
+    def holds(self) -> bool:
+        """Whether a message is held behind the vote."""
+        return bool(self._held)
 
     def end(self) -> None:
         """Ends the vote, behind which nothing is held. Under the lock."""

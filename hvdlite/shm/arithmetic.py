@@ -80,6 +80,11 @@ class Arithmetic:
         self._wide = None if is_plain else _WIDE.get(dtype)
         self._scratch: list[Tensor] = []
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether terms are reduced in a wider dtype, in memory of this object's own."""
+        return self._wide is not None
+
     def into(self, terms: Sequence[Tensor], result: Tensor, *, is_apart: bool = False) -> None:
         """Reduce flat tensors of equal length, at most a block, into ``result``.
 

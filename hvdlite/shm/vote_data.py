@@ -53,7 +53,10 @@ class VoteData:
         """Returns all ranks' tensors of this shape, reduced by an op of torch.distributed as `reductions` does it."""
         arithmetic = self._arithmetics.get((op, dtype))
         if arithmetic is None:
-            arithmetic = self._arithmetics[op, dtype] = Arithmetic(op, dtype, len(self._pieces))
+            arithmetic = Arithmetic(op, dtype, len(self._pieces))
+            # The memory of those that have some is for one thread at a time; a thread that was handed over may go on.
+            if not arithmetic.is_wide:
+                self._arithmetics[op, dtype] = arithmetic
         result = torch.empty(shape, dtype=dtype, device="cpu")
         arithmetic.into(self.elements(dtype, result.numel()), result.view(-1), is_apart=True)
         return result

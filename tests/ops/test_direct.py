@@ -505,14 +505,81 @@ def test_a_call_that_is_interrupted_at_any_line_leaves_the_ranks_in_step(interru
     assert max(run_worlds(2, rank, engine=SHARED)) > 20
 
 
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("goes", [True, False])
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_signal_handler_may_make_a_call_at_any_line_and_return(signalled, goes, monkeypatch):
+    """The call goes on where it was, with results that are right on both ranks, and later calls pair up."""
+    monkeypatch.setattr(voting, "PATIENCE_S", 60.0 if goes else 0.0)
+    files = ("control/requests.py", "control/voting.py", "shm/board.py", "shm/vote_data.py")
+    begun, over = threading.Barrier(2), threading.Barrier(2)
+    is_last = threading.Event()
+    requests_of: dict[int, Any] = {}
+
+    def until_the_other_waits() -> None:
+        other = requests_of[1 - signalled]
+        while not (other._by_ticket or (other._direct is not None and other._direct.vote.may_wait)):
+            threading.Event().wait(0.0001)
+        # A vote of this rank that should not be there would be decided on now.
+        threading.Event().wait(0.001)
+
+    def rank(own: int) -> int:
+        once_votes_are_open()
+        requests, lines = current_world().controller._requests, 0
+        requests_of[own] = requests
+        executor = current_world().controller._executor
+        for number in range(3000):
+            handled: list[float] = []
+
+            def handle_signal(number: int = number, handled: list[float] = handled) -> None:
+                handled.append(hvd.allreduce(torch.tensor([100.0]), name=f"h {number}", op=hvd.Sum).item())
+
+            begun.wait(60)
+            if own == signalled:
+                tracer = Interrupt(files, requests, lines, handle_signal)
+                sys.settrace(tracer)
+                result = hvd.allreduce(torch.tensor([1.0]), name="x", op=hvd.Sum)
+                sys.settrace(None)
+                lines += tracer.has_begun
+                if tracer.has_begun and tracer.left >= 0:
+                    is_last.set()
+                if not handled:
+                    handle_signal()
+            else:
+                result = hvd.allreduce(torch.tensor([10.0]), name="x", op=hvd.Sum)
+                handle_signal()
+            assert result.item() == 11.0, lines
+            assert handled == [200.0], lines
+            over.wait(60)
+            for value in (2.0, 3.0):
+                if own == signalled:
+                    until_the_other_waits()
+                assert hvd.allreduce(torch.tensor([value]), name="x", op=hvd.Sum).item() == 2 * value, lines
+            # What rank 0 is told of operations that are over.
+            assert executor.begun == executor.ended
+            if is_last.is_set():
+                return lines
+        raise AssertionError("the call has no end")
+
+    assert max(run_worlds(2, rank, engine=SHARED)) > 20
+
+
 class Interrupt:
-    """A trace function that raises KeyboardInterrupt at one of the lines of some files, once a direct call votes.
+    """A trace function that handles a signal at one of the lines of some files, once a direct call votes.
+
+    By default it raises KeyboardInterrupt. A handler that calls hvdlite is not called where the thread has a lock.
 
     Not at those with the word `with`: Python handles no signal between a block and its lock's release.
     """
 
-    def __init__(self, files: tuple[str, ...], requests: Any, line: int) -> None:
+    def __init__(
+        self, files: tuple[str, ...], requests: Any, line: int, handle_signal: Callable[[], None] | None = None
+    ) -> None:
         self._files, self._requests = files, requests
+        self._handle_signal, self._locks = handle_signal, []
+        if handle_signal is not None:
+            coordinator = current_world().controller._coordinator
+            self._locks = [requests._lock, *([] if coordinator is None else [coordinator._lock])]
         self.left = line
         self.has_begun = False
         self._seen: set[tuple[str, int]] = set()
@@ -522,11 +589,15 @@ class Interrupt:
         if event != "line" or self.left < 0 or not file.endswith(self._files):
             return self
         self.has_begun = self.has_begun or (requests._direct is not None and requests._voter.is_voting)
+        if not self.has_begun or any(lock.locked() for lock in self._locks):
+            return self
         # A wait may come to its lines any number of times.
         is_new = (file, frame.f_lineno) not in self._seen
         self._seen.add((file, frame.f_lineno))
-        if self.has_begun and is_new and not linecache.getline(file, frame.f_lineno).lstrip().startswith("with "):
+        if is_new and not linecache.getline(file, frame.f_lineno).lstrip().startswith("with "):
             self.left -= 1
-            if self.left < 0:
+            if self.left < 0 and self._handle_signal is not None:
+                self._handle_signal()
+            elif self.left < 0:
                 raise KeyboardInterrupt
         return self
