@@ -185,8 +185,10 @@ def _processes_of_all(workers: Mapping[int, int]) -> dict[int, list[Process]]:
 
     # The system's processes are read once for all workers: there may be hundreds, and as many workers.
     children: dict[int, list[psutil.Process]] = {}
-    for process in psutil.process_iter():
+    # Not by `process_iter`, which keeps processes: of one whose number another has by now it knows no parent.
+    for pid in psutil.pids():
         with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
             children.setdefault(process.ppid(), []).append(process)
     found: dict[int, list[Process]] = {}
     for worker, pid in workers.items():

@@ -102,8 +102,8 @@ def test_many_ranks_are_each_asked_once_and_the_systems_processes_are_read_once(
     threads = (Thread("t", True, frames),) * 10
     ranks = Ranks(directory, RANKS, encode(OwnStatus(threads=threads)))
     read = []
-    every = psutil.process_iter
-    monkeypatch.setattr(psutil, "process_iter", lambda: read.append(1) or every())
+    every = psutil.pids
+    monkeypatch.setattr(psutil, "pids", lambda: read.append(1) or every())
     monkeypatch.setattr(psutil.Process, "children", None)  # which reads all of them for each process
     try:
         facts = collect({worker: process.pid for worker, process in enumerate(ranks.processes)}, str(directory))
@@ -261,3 +261,23 @@ def test_of_stacks_that_are_nonsense_nothing_is_read(first):
     written = 'Thread 0x1 (most recent call first):\n  File "x", line 99999999999999999999 in f\nFile\n'
     assert read_stacks(first, written)["libraries"] == ()
     assert read_stacks(first, written)["threads"] == (Thread("thread 0x1", True, ()),)
+
+
+def test_a_process_that_has_the_number_of_an_earlier_one_is_found(directory, monkeypatch):
+    """As in a process that has looked at all of them before; numbers are given again after some ten thousand."""
+    ranks = Ranks(directory, 1, encode(OwnStatus()))
+    try:
+        stale = [psutil.Process(each.pid) for each in psutil.Process(ranks.processes[0].pid).children()]
+        for each in stale:
+            monkeypatch.setattr(each, "is_running", lambda: False)
+            monkeypatch.setattr(each, "ppid", lambda pid=each.pid: no_longer(pid))
+        others = [each for each in psutil.process_iter() if each not in stale]
+        monkeypatch.setattr(psutil, "process_iter", lambda: [*others, *stale])
+        facts = collect({0: ranks.processes[0].pid}, str(directory))
+    finally:
+        ranks.close()
+    assert len(facts[0].processes) == 2
+
+
+def no_longer(pid: int) -> int:
+    raise psutil.NoSuchProcess(pid, None, "process no longer exists and its PID has been reused")
