@@ -152,7 +152,8 @@ def test_words_without_end_on_its_stderr_are_cut(loop):
 
 
 def test_the_end_of_agents_that_were_hung_up_on_does_not_touch_the_files_of_a_host_that_has_come(tmp_path, loop):
-    slow = 'cat >/dev/null; until test -e "$0"; do sleep 0.01; done'
+    # For two minutes at most, should the test fail.
+    slow = 'n=0; cat >/dev/null; until test -e "$0" || test $((n=n+1)) -gt 9000; do sleep 0.01; done'
     leaving = [agent_of(["sh", "-c", slow, str(tmp_path / "end")], SimpleQueue(), loop) for _ in range(3)]
     numbers = [agent._attempt.process.stdin.fileno() for agent in leaving]
     is_left, ended = threading.Event(), threading.Event()
@@ -290,7 +291,9 @@ def test_while_an_ssh_is_started_again_nobody_waits_and_if_it_was_hung_up_on_it_
 
 def test_the_answer_of_one_that_was_hung_up_on_is_no_event(tmp_path, loop):
     agent, events = patient_agent(
-        tmp_path, loop, 'head -c 1 >/dev/null; until test -e "$0"; do sleep 0.01; done; exec cat "$1"'
+        tmp_path,
+        loop,
+        'n=0; head -c 1 >/dev/null; until test -e "$0" || test $((n=n+1)) -gt 9000; do sleep 0.01; done; exec cat "$1"',
     )
     agent.hang_up()
     (tmp_path / "there").touch()
