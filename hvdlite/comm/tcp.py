@@ -89,6 +89,7 @@ def unanswered_by(unanswered: Collection[int]) -> set[str]:
 
 
 def drop_packets(to: socket.socket) -> None:
+    """Has the kernel drop all further packets to a socket. An OSError if this system cannot filter packets."""
     # A classic BPF program of one instruction, "ret #0": keep 0 bytes of each packet.
     program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0), 8)
     to.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))

@@ -3,7 +3,8 @@
 
     every rank ── write ── vote ── a go ── elements, reduced: every rank reads all ranks' data
 
-`board` says when a slot is written and read; `ops.direct` reads it. A rank uses a slot from one thread at a time.
+`board` says when a slot is written and read; `ops.direct` reads it. A thread whose call was handed over to another may
+go on to read its slot: what it makes then is dropped.
 """
 
 from __future__ import annotations

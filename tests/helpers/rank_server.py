@@ -370,8 +370,8 @@ def _begin(path: str) -> None:
     if is_unbuffered != isinstance(sys.stdout.buffer, io.FileIO):
         for fd, name in ((1, "stdout"), (2, "stderr")):
             vars(sys)[name] = vars(sys)[f"__{name}__"] = _stream(fd, f"<{name}>", is_unbuffered=is_unbuffered)
-    if count := os.environ.get("OMP_NUM_THREADS"):
-        sys.modules["torch"].set_num_threads(int(count))
+    # The server itself has one thread; a new process has one for each core.
+    sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     # Without a last collection of all that was imported, which takes a second. What complains of that is not used here.
     atexit.unregister(gc.unfreeze)
     # In a new process `import torch` registers before hvdlite does; what is registered last runs first.
