@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,6 @@ import stress
 # Turns off PyTorch's flight recorder. In 2.11 it notes every collective in a map without a lock, which is unsafe here,
 # because ranks are threads.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-
-import hvdlite as hvd
 
 # With pytest-xdist, all tests of such a file run one after the other in one process.
 ONE_AFTER_THE_OTHER = {
@@ -45,7 +44,9 @@ hypothesis.settings.load_profile("untimed")
 @pytest.fixture(autouse=True)
 def _leave_no_world_behind() -> Iterator[None]:
     yield
-    hvd.shutdown()
+    # Not imported here: pytest-xdist's main process, and tests of the launcher, need no torch.
+    if "hvdlite" in sys.modules:
+        sys.modules["hvdlite"].shutdown()
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -59,6 +60,31 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         base = Path(config.option.basetemp)
         config.option.basetemp = str(base.with_name(base.name.removeprefix("popen-gw")))
+
+
+class RotatedDir(pytest.Dir):
+    """A folder whose entries are collected in another order in each of pytest-xdist's processes.
+
+    Most of the time to collect a new checkout goes into pytest's rewriting of assertions, which it caches by file. In
+    the same order, all processes would rewrite the same file at the same time.
+    """
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        entries = list(super().collect())
+        worker = self.config.workerinput
+        first = len(entries) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        return entries[first:] + entries[:first]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Dir | None:
+    return RotatedDir.from_parent(parent, path=path) if hasattr(parent.config, "workerinput") else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Brings all of pytest-xdist's processes to one order again."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -84,7 +110,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduler(config, log)
 
 
-def pytest_collection_finish() -> None:
-    """Excludes all existing objects from garbage collection: with torch's, each collection takes a second."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Excludes all that exists then from garbage collection: with torch's objects, each collection takes a second."""
+    gc.disable()
+    result = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
+    return result

@@ -15,7 +15,7 @@ SOAK = (str(Path(__file__).parents[1] / "bench" / "soak.py"),)
 
 def test_a_short_soak_has_faults_in_half_of_its_windows_and_all_ranks_stay_equal(launch, tmp_path):
     file = tmp_path / "soak.json"
-    words = ("-np", "3", "--for", "20", "--every", "5", "--json", str(file))
+    words = ("-np", "3", "--for", "14", "--every", "4", "--json", str(file))
     job = launch(*words, program=SOAK, env={"OMP_NUM_THREADS": "1"})
     code, out, err = job.ended(PATIENCE_S)
     job.assert_gone()

@@ -19,7 +19,8 @@ from copied_ranks import RankServer
 from long_run import chosen
 
 pytest.importorskip("tqdm")
-datasets = pytest.importorskip("sklearn.datasets")
+if importlib.util.find_spec("sklearn") is None:
+    pytest.skip("scikit-learn is not installed", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -185,6 +186,8 @@ def mnist_dir(tmp_path: Path) -> Path:
     """Provides scikit-learn's digits at MNIST's size, in files of MNIST's format."""
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
+    from sklearn import datasets  # noqa: PLC0415  # it takes a second
+
     digits = datasets.load_digits()
     enlarged = np.kron(digits.images, np.ones((3, 3))) * (255 / 16)
     images = np.pad(enlarged, ((0, 0), (2, 2), (2, 2))).astype(np.uint8)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import mmap
+import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,6 +25,15 @@ from hvdlite.signing import Signer
 
 TIMEOUT = timedelta(seconds=60)
 
+# Pages of shared memory are mapped when they are touched, since most tests touch few of an engine's.
+mmap.MAP_POPULATE = 0
+
+
+@functools.cache
+def _gloo_device(pid: int) -> Any:
+    """Returns the event loop for all groups of this process: each would take 10 ms to end."""
+    return dist.ProcessGroupGloo.create_default_device()
+
 
 class ThreadEngineFactory:
     """Makes one rank's gloo process groups, over a store in memory that all threads share."""
@@ -33,7 +45,9 @@ class ThreadEngineFactory:
     def open(self) -> Any:
         store = dist.PrefixStore(f"channel{self._opened}", self._store)
         self._opened += 1
-        group = dist.ProcessGroupGloo(store, self._rank, self._size, TIMEOUT)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = [_gloo_device(os.getpid())], 2, TIMEOUT
+        group = dist.ProcessGroupGloo(store, self._rank, self._size, options)
         # Wait until the others have connected: the group may be dropped right after this.
         group.allreduce([torch.zeros(1)]).wait()
         return self._wrap(TorchEngine(group))
@@ -117,8 +131,9 @@ def attempt_ranks(
 
     outcomes = attempt_threads(size, run)
     # Not left to the garbage collector, which comes seldom: by then there are thousands of gloo's threads.
-    for group in groups:
-        group.close()
+    for error in attempt_threads(len(groups), lambda number: groups[number].close()):
+        if error is not None:
+            raise error
     return outcomes
 
 
