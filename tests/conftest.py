@@ -34,6 +34,9 @@ ONE_AFTER_THE_OTHER = {
     "tests/e2e/test_other_launchers.py",  # it starts Slurm's daemons and their network once
     "tests/integrations/test_lightning.py",  # as the next
     "tests/migration/test_calls.py",  # its tests read the results of the same jobs
+    "tests/test_assertions.py",  # each process parses both packages
+    "tests/test_bounds.py",
+    "tests/test_layers.py",
 }
 
 # Without hypothesis's limit of 200 ms per example, which a busy machine exceeds.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import hvdlite_launcher
@@ -15,10 +15,10 @@ import hvdlite
 PURE = {"isinstance", "len", "sum", "data_ptr", "is_contiguous", "numel"}
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for package in (hvdlite, hvdlite_launcher):
-        for path in sorted(Path(package.__file__).parent.rglob("*.py")):
-            yield str(path), ast.parse(path.read_text())
+@functools.cache
+def modules() -> list[tuple[str, ast.Module]]:
+    paths = [path for each in (hvdlite, hvdlite_launcher) for path in sorted(Path(each.__file__).parent.rglob("*.py"))]
+    return [(str(path), ast.parse(path.read_text())) for path in paths]
 
 
 def with_effects(condition: ast.expr, acting: set[str]) -> list[str]:
@@ -43,7 +43,7 @@ def acting_properties(trees: list[ast.Module]) -> set[str]:
     """Returns the names of properties that do more than to return what is there."""
     acting = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
-        if isinstance(node, ast.FunctionDef) and any("property" in ast.unparse(each) for each in node.decorator_list):
+        if isinstance(node, ast.FunctionDef) and any("property" in ast.dump(each) for each in node.decorator_list):
             body = node.body[1:] if ast.get_docstring(node) is not None else node.body
             has_calls = any(isinstance(each, ast.Call) for statement in body for each in ast.walk(statement))
             is_plain = len(body) == 1 and isinstance(body[0], ast.Return) and not has_calls
@@ -53,11 +53,10 @@ def acting_properties(trees: list[ast.Module]) -> set[str]:
 
 
 def test_no_assertion_has_an_effect():
-    parsed = list(modules())
-    acting = acting_properties([tree for _, tree in parsed])
+    acting = acting_properties([tree for _, tree in modules()])
     assert "param_groups" in acting or "local_rank" in acting, "there are such properties"
     wrong, seen = [], 0
-    for path, tree in parsed:
+    for path, tree in modules():
         for node in ast.walk(tree):
             if isinstance(node, ast.Assert):
                 seen += 1

@@ -293,7 +293,10 @@ class Turns:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._waiting: dict[threading.Thread, threading.Semaphore] = {}
-        self._taken = threading.Semaphore(0)
+        self._weights: dict[threading.Thread, float] = {}
+        self._ranks: set[threading.Thread] = set()
+        self._count = 0
+        self._has_ended = threading.Semaphore(0)
         self._errors: list[BaseException] = []
         self.is_over = False
 
@@ -301,37 +304,42 @@ class Turns:
         """Runs until all ``ranks`` have returned; ``others`` must end when ``is_over`` is set."""
         threads = [threading.Thread(target=self._run, args=(each,), daemon=True) for each in [*ranks, *others]]
         # Some are chosen a hundred times as often as others.
-        weight_of = {thread: 10 ** self._random.uniform(0, 2) for thread in threads}
+        self._weights = {thread: 10 ** self._random.uniform(0, 2) for thread in threads}
         self._waiting = {thread: threading.Semaphore(0) for thread in threads}
+        self._ranks = set(threads[: len(ranks)])
         for thread in threads:
             thread.start()
-        for number in itertools.count():
-            left = list(self._waiting)
-            self.is_over = self.is_over or not set(left) & set(threads[: len(ranks)])
-            if not left or self._errors:
-                break
-            assert number < 100_000, "they do not come to an end"
-            (chosen,) = self._random.choices(left, [weight_of[each] for each in left])
-            self._waiting[chosen].release()
-            self._taken.acquire()
+        self._waiting[self._chosen()].release()
+        self._has_ended.acquire()
         for error in self._errors:
             raise error
 
     def step(self) -> None:
         """Lets other threads run first, or not."""
-        own = self._waiting[threading.current_thread()]
-        self._taken.release()
-        own.acquire()
+        self._count += 1
+        assert self._count <= 100_000, "they do not come to an end"
+        own, chosen = threading.current_thread(), self._chosen()
+        if chosen is not own:
+            self._waiting[chosen].release()
+            self._waiting[own].acquire()
+
+    def _chosen(self) -> threading.Thread:
+        (chosen,) = self._random.choices([*self._waiting], [self._weights[each] for each in self._waiting])
+        return chosen
 
     def _run(self, function: Callable[[], None]) -> None:
-        self._waiting[threading.current_thread()].acquire()
+        own = threading.current_thread()
+        self._waiting[own].acquire()
         try:
             function()
         except BaseException as error:  # noqa: BLE001 - it is raised by `run`
             self._errors.append(error)
-        finally:
-            del self._waiting[threading.current_thread()]
-            self._taken.release()
+        del self._waiting[own]
+        self.is_over = self._ranks.isdisjoint(self._waiting)
+        if self._waiting and not self._errors:
+            self._waiting[self._chosen()].release()
+        else:
+            self._has_ended.release()
 
 
 class Memory:
