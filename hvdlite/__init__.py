@@ -12,7 +12,7 @@ them, and within a package its own docstring has the order:
 
     errors < forks < values < faults < signing < ignored < environment < log < outside_graphs < rendezvous
            < comm < shm < calls < coordinator < control < timeline < compression < runtime < ops < buckets < exchanges
-           < steps < optim < elastic < round_trips < signal_saver < lightning < ray < worker
+           < steps < updates < optim < elastic < round_trips < signal_saver < lightning < ray < worker
 
 ``__init__.pyi`` and ``shared_names.pyi`` list the public names, for type checkers and for this module. A name is
 imported when the program first uses it: `import hvdlite` itself loads none of these packages.

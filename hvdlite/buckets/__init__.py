@@ -8,6 +8,6 @@ Gradients in buckets: which gradient lies where, when a bucket is full, and what
 
 Modules import only what stands before them:
 
-    plan < gradient_state < flags < weights < bucket < further_rounds < unbucketed_gradients < layout
+    plan < gradient_state < flags < weights < shares < bucket < further_rounds < unbucketed_gradients < layout
         < step_trace < exchange < outer < settings < parameter_check < in_flight
 """

@@ -121,7 +121,7 @@ class Bucket:
         self._version: int | None = None
         self._is_wanted = True
         # What this rank adds to the counts of ranks in this step.
-        self._presence = TAKES_PART
+        self.presence = TAKES_PART
         # In this step: the number of gradients that the bucket still waits for.
         self._missing = len(self.states)
         # In this step: the number of dense gradients so far, and how many of these are scaled.
@@ -168,6 +168,19 @@ class Bucket:
         """Whether it is not sent in this step: all parameters are frozen on all ranks. What comes is late."""
         return len(self.frozen) == len(self.states) and not self.is_first
 
+    def collect(self) -> bool:
+        """Moves averages that lie elsewhere, as those of late gradients, into the buffer, and makes sparse ones dense.
+
+        Call it after a step. Returns False, equally on all ranks, if no rank has had a gradient of it in the step.
+        """
+        for state in self.states:
+            grad = state.param.grad
+            if grad is not None and grad is not state.view:
+                state.param.grad = self._view_of(state).copy_(grad if grad.layout is torch.strided else grad.to_dense())
+        # Nothing has thawed, unless the program has set gradients of what is frozen.
+        is_unused = self.asleep and len(self._frozen_next) == len(self.states)
+        return not is_unused or any(state.param.grad is not None for state in self.states)
+
     def freeze(self, names: Container[str]) -> None:
         """Sets which parameters no rank has trained in the last step. Every rank must set the same."""
         for state in self.states:
@@ -187,7 +200,7 @@ class Bucket:
         """
         self._version = None
         self._is_wanted = True
-        self._presence = TAKES_PART
+        self.presence = TAKES_PART
         if self._frozen_next != self.frozen:
             self.freeze({state.name for state in self._frozen_next})
         self._missing = len(self.states)
@@ -269,11 +282,11 @@ class Bucket:
         ``leave_scale``, with which the caller offers to scale them itself.
         """
         memory = self.memory
-        if not self.takes_part:
+        if not self.presence.takes_part:
             self._is_sent = True
             memory.flat.zero_()
             trained = [state.param.requires_grad for state in self.states]
-            self._flags.write_unused(memory.flags, self._presence, trained)
+            self._flags.write_unused(memory.flags, self.presence, trained)
             return memory, 1.0
         self.require_untouched()
         if memory.has_moved:
@@ -281,12 +294,12 @@ class Bucket:
         is_complete = self.is_complete
         used = [True] * len(self.states) if is_complete else [self._fill(state) for state in self.states]
         scale_left = 1.0 if self._scale == 1.0 else self._scale_rest(leave_scale)
-        if is_complete and self._presence == TAKES_PART:
+        if is_complete and self.presence == TAKES_PART:
             self._flags.write_usual(memory.flags)
         else:
             sparse = [state.ready and state.sparse for state in self.states]
             trained = [state.ready or state.param.requires_grad for state in self.states]
-            self._flags.write(memory.flags, self._presence, used, sparse, trained)
+            self._flags.write(memory.flags, self.presence, used, sparse, trained)
         if self.weights is not None:
             self.weights.write(memory.weights)
         self._version = memory.flat._version
@@ -297,11 +310,6 @@ class Bucket:
         """Returns the gradients as views of the flat buffer, each in its parameter's shape."""
         return [self._view_of(state) for state in self.states]
 
-    @property
-    def takes_part(self) -> bool:
-        """Whether this rank takes part in this step, rather than sits out."""
-        return self._presence.takes_part
-
     def allow_changes(self) -> None:
         """Stops checking for changes by the user in this step, because its averages will be dropped."""
         self._is_wanted = False
@@ -309,12 +317,12 @@ class Bucket:
     def sit_out(self, average_of_active: bool) -> None:
         """Makes this rank send zeros in this step. ``average_of_active``: do not count it in the averages' divisor."""
         self.allow_changes()
-        self._presence = Presence(left_out=average_of_active, takes_part=False, drops=False)
+        self.presence = Presence(left_out=average_of_active, takes_part=False, drops=False)
 
     def drop_averages(self) -> None:
         """Tells the other ranks, if it is not sent yet, that this one drops the averages of this step."""
         self.allow_changes()
-        self._presence = DROPS
+        self.presence = DROPS
 
     def guard(self) -> None:
         """Makes any later change to the buffer an error: the user must not touch averages that are not returned yet."""
@@ -448,7 +456,7 @@ class Bucket:
         bucket.home = self
         bucket.is_first = True
         bucket.expect()
-        bucket._is_wanted, bucket._presence = self._is_wanted, self._presence
+        bucket._is_wanted, bucket.presence = self._is_wanted, self.presence
         return bucket
 
     def is_dropped_by_some(self) -> bool:

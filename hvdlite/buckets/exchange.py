@@ -264,6 +264,9 @@ class Exchange(ABC):
     If not, a second all-reduce beside each bucket sums them.
     """
 
+    in_parts: ClassVar[bool] = False
+    """Whether only this rank's part of a bucket has the result: see `BucketPlan.bounds`."""
+
     tells_failures: ClassVar[bool] = False
     """Whether a step fails on all ranks if `ExchangeWork.finish` has set its ``failure`` on one of them.
 

@@ -75,7 +75,7 @@ class InFlight:
             memory.gradients,
             bucket.views,
             what=what,
-            takes_part=bucket.takes_part,
+            takes_part=bucket.presence.takes_part,
             with_counts=memory.flat,
             scale=scale,
             launching=None if trace is None else trace.launching,
@@ -227,7 +227,7 @@ class BucketQueue:
         waiting, launched = self._waiting, self._launched
         first = launched[0] if launched else waiting[0] if waiting else None
         if first is not None:
-            self._check.begin(takes_part=first.takes_part)
+            self._check.begin(takes_part=first.presence.takes_part)
         checked = back = 0
         has_sent = False
         while waiting or back < len(launched) or self._further.are_due:

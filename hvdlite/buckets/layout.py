@@ -20,7 +20,8 @@ from ..errors import GradientError
 from .bucket import Bucket, Memory
 from .flags import RankAndSize
 from .gradient_state import GradientState, Home
-from .plan import BucketPlan, Description, ParamSpec, plan_buckets
+from .plan import BucketPlan, Description, ParamSpec
+from .shares import Planner
 from .unbucketed_gradients import GatheredHome, require_same
 from .weights import Weights
 
@@ -32,31 +33,28 @@ class Layout:
         self,
         *,
         ranks: RankAndSize,
-        cap_bytes: int,
+        planner: Planner,
         scale_of: Callable[[torch.dtype], float],
         densify: bool,
         memory: Memory,
         staying: Home | None,
-        aligned: bool,
         weights: Weights,
     ) -> None:
         """``scale_of`` returns the factor that gradients of a dtype are multiplied by before they are sent.
 
         ``memory`` allocates a bucket's buffer at its first gradient. With ``staying`` there are no buckets: it is the
-        home of all gradients, which stay in ``param.grad``. ``aligned`` is as in `plan_buckets`. ``weights`` are sent
-        with the first bucket.
+        home of all gradients, which stay in ``param.grad``. ``weights`` are sent with the first bucket.
         """
         self.buckets: list[Bucket] = []
         self.sparse: list[GatheredHome] = []
         # By the parameter's `id`, which hashes faster than a tensor: this is looked up for every gradient.
         self.states: dict[int, GradientState] = {}
         self._staying = staying
-        self.cap_bytes = cap_bytes
+        self.planner = planner
         self._ranks = ranks
         self._scale_of = scale_of
         self._densify = densify
         self._memory = memory
-        self._aligned = aligned
         self._weights = weights
 
     def add(
@@ -67,13 +65,7 @@ class Layout:
         Returns the description of the parameters, for the ranks to compare, and the plans.
         """
         specs = [ParamSpec.of(name, param, trainable=name in trainable) for name, param in params.items()]
-        plans = plan_buckets(
-            specs,
-            cap_bytes=self.cap_bytes,
-            groups=groups,
-            aligned=self._aligned,
-            count_slots=self._ranks.count_slots,
-        )
+        plans = self.planner.plan(specs, groups)
         if self._staying is not None:
             states = [
                 GradientState(self._staying, piece, params[piece.spec.name]) for plan in plans for piece in plan.slices

@@ -78,6 +78,9 @@ class BucketPlan:
     number of ranks that sit out this step and do not count (see `join`); the number that take part, in ``count_slots``
     elements; the numbers of those that drop the averages and that keep them; and, in the first bucket only, the ranks'
     numbers of samples, in ``weight_slots`` elements: see `weights`.
+
+    Where ranks share the optimizer's work, ``bounds`` has one number more than there are ranks: rank r updates the
+    elements from ``bounds[r]`` to ``bounds[r + 1]``. Otherwise it is empty.
     """
 
     slices: tuple[Slice, ...]
@@ -86,6 +89,7 @@ class BucketPlan:
     aligned: bool = True
     count_slots: int = 1
     weight_slots: int = 0
+    bounds: tuple[int, ...] = ()
 
     @property
     def grad_numel(self) -> int:
@@ -120,7 +124,7 @@ class BucketPlan:
     def without(self, names: set[str]) -> BucketPlan:
         """Returns the plan of the same bucket without these parameters. The others move together."""
         kept = [piece.spec for piece in self.slices if piece.spec.name not in names]
-        return replace(self, slices=_lay_out(kept, self.dtype, self.aligned))
+        return replace(self, slices=lay_out(kept, self.dtype, self.aligned), bounds=())
 
     def describe(self) -> str:
         """Returns a text for messages that names the bucket by its first parameters."""
@@ -164,7 +168,7 @@ def plan_buckets(
         filled[index] += need
     buckets = [
         BucketPlan(
-            _lay_out(members, members[0].dtype, aligned),
+            lay_out(members, members[0].dtype, aligned),
             members[0].dtype,
             members[0].device,
             aligned=aligned,
@@ -211,7 +215,8 @@ def first_difference(mine: Description, theirs: Description) -> tuple[str, str, 
 _MISSING = "no such parameter at this position"
 
 
-def _lay_out(specs: Sequence[ParamSpec], dtype: torch.dtype, aligned: bool) -> tuple[Slice, ...]:
+def lay_out(specs: Sequence[ParamSpec], dtype: torch.dtype, aligned: bool) -> tuple[Slice, ...]:
+    """Returns slices for these parameters, one after the other."""
     slices: list[Slice] = []
     start = 0
     for spec in specs:

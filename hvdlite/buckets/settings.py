@@ -24,6 +24,7 @@ from ..ops.reduction import Reduction
 from .exchange import Exchange
 from .flags import ParticipantCount
 from .outer import AnyOuter, compared_words
+from .shares import Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,8 @@ class Settings:
     max_norm: float | None = None
     # How hosts train apart, if they do.
     outer: AnyOuter | None = None
+    # How ranks share the optimizer's work, if they do.
+    shard: Sharing | None = None
 
     def compared(self, exchange: Exchange) -> dict[str, str]:
         """Returns the words of each argument that ranks compare. ``exchange`` was made by these settings."""
@@ -102,6 +105,7 @@ class Settings:
             "step_on_arrival": repr(self.step_on_arrival),
             "max_norm": repr(self.max_norm),
             "outer": compared_words(self.outer),
+            "shard": "None" if self.shard is None else self.shard.describe(),
         }
 
     @property
@@ -124,7 +128,7 @@ class Settings:
 
     def for_nonmember(self) -> Settings:
         """Returns the settings of a rank outside the process set, whose gradients stay bit-identical."""
-        return replace(self, compression=Compression.none, op=Sum, exchange=None, codec=None, outer=None)
+        return replace(self, compression=Compression.none, op=Sum, exchange=None, codec=None, outer=None, shard=None)
 
     def scaling(self, dtype: torch.dtype, size: int) -> Scaling:
         """Returns the scaling of gradients of this dtype, before and after their sum over ``size`` ranks."""

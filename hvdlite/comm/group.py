@@ -13,7 +13,9 @@ from __future__ import annotations
 import functools
 import json
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -332,16 +334,27 @@ class Group:
         work = self._launch(what, lambda engine: engine.allgather([gathered], [padded]))
         return [part[:count] for part, count in zip(gathered, counts, strict=True)], work
 
-    def all_to_all(
-        self, tensor: Tensor, sent_bytes: Sequence[int], received_bytes: Sequence[int], what: str
-    ) -> list[Tensor]:
-        """Send each rank its part of a flat tensor of bytes; returns the parts received, in rank order.
+    def begin_gather(
+        self, flat: Tensor, counts: Sequence[int], into: Sequence[tuple[int, Tensor]], what: str
+    ) -> Callable[[], None]:
+        """Begin to copy what is wanted of other ranks' parts of a flat tensor; returns what waits until it is there.
 
-        ``sent_bytes`` and ``received_bytes`` are the sizes of the parts sent to, and received from, each rank.
+        The arguments are as in `Engine.gather`. ``flat`` must not be changed until all ranks have waited.
         """
-        parts, work = self.begin_all_to_all(tensor, sent_bytes, received_bytes, what)
-        work.wait()
-        return parts
+        if flat.is_cpu and self.engine.gathers_in_place:
+            return self._launch(what, lambda engine: engine.gather(flat, counts, into)).wait
+        bounds = [0, *accumulate(counts)]
+        own = flat[bounds[self.rank] : bounds[self.rank + 1]]
+        parts, work = self.begin_all_gather(own, what, [count * flat.element_size() for count in counts])
+
+        def finish() -> None:
+            work.wait()
+            for start, tensor in into:
+                place = bisect_right(bounds, start) - 1
+                offset = start - bounds[place]
+                tensor.copy_(parts[place].view(flat.dtype)[offset : offset + tensor.numel()])
+
+        return finish
 
     def begin_all_to_all(
         self,
@@ -351,9 +364,10 @@ class Group:
         what: str,
         output: Tensor | None = None,
     ) -> tuple[list[Tensor], Work]:
-        """Begin `all_to_all`; returns the parts, which are valid once the work is done.
+        """Begin to send each rank its part of a flat tensor of bytes; returns the parts received, in rank order.
 
-        They are in ``output`` if it is given, which has their size.
+        These are valid once the work is done. They are in ``output`` if it is given, which has their size.
+        ``sent_bytes`` and ``received_bytes`` are the sizes of the parts sent to, and received from, each rank.
         """
         if output is None:
             output = tensor.new_empty(sum(received_bytes))

@@ -21,13 +21,14 @@ from ..calls.operation import ELASTIC_STATE
 from ..ops.api import barrier
 from ..ops.broadcast import broadcast_object
 from ..ops.sendable import check_sendable, check_writable, plain_tensor
+from ..ops.sent_tensors import SentTensors
 from ..ops.typed_values import ValueDecoder, ValueEncoder
 from ..optim.fill_tensors import Filler
 from ..optim.optimizer import DistributedOptimizer
 from ..optim.optimizer_state import (
-    SentTensors,
     encode_state,
     loading_in_place,
+    require_undivided,
     state_of,
     take_options,
     unwrapped,
@@ -216,6 +217,14 @@ class OptimizerStateHandler(_LargeStateHandler):
 
     value: torch.optim.Optimizer
     _has_old_gradients = False
+
+    def __init__(self, value: torch.optim.Optimizer) -> None:
+        require_undivided(value, "hvd.elastic.TorchState")
+        super().__init__(value)
+
+    def set_value(self, value: torch.optim.Optimizer) -> None:
+        require_undivided(value, "hvd.elastic.TorchState")
+        super().set_value(value)
 
     def restore(self) -> None:
         # Ranks that are new have the tensors and groups that their program made, so those that stay must keep theirs.

@@ -2,6 +2,7 @@
 The built-in exchanges whose wires are summed.
 
     AllReduce            casts a bucket if there is a cast compression, sums it over all ranks, and divides it
+    ReduceToParts        does the same with this rank's part of it alone, where ranks share the optimizer's work
     CompressedAllReduce  compresses gradients by a user's own compression, sums the wires over all ranks, divides them
     StepAdasum           combines by Adasum what each rank's own optimizer step has changed (arXiv 2006.02924)
     SingleRank           does nothing, for a single rank
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -84,7 +86,7 @@ class AllReduce(_OverAllRanks):
 
     def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
         """Casts the bucket with its counts into a wire, or uses its own memory, and launches the all-reduce."""
-        wire, cast_wire = as_real(gradients.with_counts), None
+        wire, cast_wire = as_real(gradients.with_counts if self.carries_counts else gradients.flat), None
         cast = self._cast_of(gradients.plan)
         if cast is not None:
             source = wire
@@ -94,10 +96,17 @@ class AllReduce(_OverAllRanks):
             cast.convert(source, gradients.scale, as_real(gradients.flat).numel(), wire)
         if gradients.launching is not None:
             gradients.launching()
-        work = links.all.all_reduce(wire, f"the {self.word} of the {gradients.what}")
-        return _Summed(
-            gradients, work, wire, cast_wire, self._scaling_of(gradients.plan.dtype, links.all.size), self._wires
-        )
+        work = self._sum(wire, gradients, links)
+        scaling = self._scaling_of(gradients.plan.dtype, links.all.size)
+        return _Summed(gradients, work, wire, cast_wire, scaling, self._wires, self._part_of(gradients, links))
+
+    def _sum(self, wire: Tensor, gradients: Gradients, links: Links) -> Work:
+        """Launches the collective that sums the wires of all ranks."""
+        return links.all.all_reduce(wire, f"the {self.word} of the {gradients.what}")
+
+    def _part_of(self, gradients: Gradients, links: Links) -> slice:
+        """Returns the real numbers of the bucket that are summed on this rank."""
+        return slice(0, as_real(gradients.flat).numel())
 
     def _scaling_of(self, dtype: torch.dtype, size: int) -> Scaling:
         scaling = self._scalings.get((dtype, size))
@@ -117,15 +126,20 @@ class _Summed(ExchangeWork):
         cast_wire: _CastWire | None,
         scaling: Scaling,
         wires: _Wires,
+        part: slice,
     ) -> None:
         super().__init__(gradients, (work,), wire=wire, takes_memory=cast_wire is not None)
         self._cast_wire = cast_wire
         self._scaling = scaling
         self._wires = wires
+        self._part = part
+        # The counts that were sent behind the gradients, in real numbers.
+        self._counts_behind = wire.numel() - as_real(gradients.flat).numel()
 
     def finish(self, count: ParticipantCount) -> None:
         """Casts the sum back into the bucket, and divides it where the result is an average."""
-        scaling, total = self._scaling, as_real(self.gradients.flat)
+        part, scaling = self._part, self._scaling
+        total = as_real(self.gradients.flat)[part]
         if self._cast_wire is not None:
             cast, memory = self._cast_wire
             factor = 1.0
@@ -133,9 +147,36 @@ class _Summed(ExchangeWork):
                 # Scale in the cast as if all ranks took part. `Scaling.finish` corrects this if some did not.
                 size = self.gradients.ranks
                 factor, scaling = scaling.over / size, replace(scaling, over=float(size))
-            cast.convert(memory.tensor, factor, total.numel(), as_real(self.gradients.with_counts))
+            end = part.stop + self._counts_behind
+            out = as_real(self.gradients.with_counts)[part.start : end]
+            cast.convert(memory.tensor[part.start : end], factor, total.numel(), out)
             self._wires.give_back(memory)
         scaling.finish(total, count)
+
+
+class ReduceToParts(AllReduce):
+    """Averages or sums this rank's part of a bucket, the one that it updates: see `BucketPlan.bounds`.
+
+    What is left in the other parts is of no use. The counts are summed beside it, since every rank needs them.
+    """
+
+    word = "reduce-scatter"
+    carries_counts = False
+    in_parts = True
+
+    def _sum(self, wire: Tensor, gradients: Gradients, links: Links) -> Work:
+        part = self._part_of(gradients, links)
+        counts = [stop - start for start, stop in pairwise(_real_bounds(gradients.plan))]
+        # In place: no other rank reads this rank's part of its wire. In `data` it is no change that the user has made.
+        return links.all.reduce_scatter(wire.data[part], wire, counts, f"the {self.word} of the {gradients.what}")
+
+    def _part_of(self, gradients: Gradients, links: Links) -> slice:
+        bounds, rank = _real_bounds(gradients.plan), links.all.rank
+        return slice(bounds[rank], bounds[rank + 1])
+
+
+def _real_bounds(plan: BucketPlan) -> list[int]:
+    return [bound * (2 if plan.dtype.is_complex else 1) for bound in plan.bounds]
 
 
 class CompressedAllReduce(_OverAllRanks):

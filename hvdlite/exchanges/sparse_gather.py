@@ -26,7 +26,7 @@ from ..buckets.plan import first_of
 from ..buckets.settings import Settings
 from ..comm.flat_bytes import as_real
 from ..comm.group import Group
-from ..errors import MismatchError
+from ..errors import GradientError, MismatchError
 from ..ops.rows import RowGather, row_bytes
 from ..ops.sendable import plain_tensor
 
@@ -135,6 +135,7 @@ class SparseParameters:
     def __init__(self, settings: Settings, layout: Layout, size: int) -> None:
         """``size`` is the number of ranks."""
         self._densify = settings.sparse_as_dense
+        self._shard = settings.shard
         self._gather = SparseGather(settings)
         self._layout = layout
         self._size = size
@@ -184,6 +185,12 @@ class SparseParameters:
             raise MismatchError(
                 f"parameter {self._mixed[0]!r} has a sparse gradient on some ranks and a dense one on others: build "
                 "the same model on every rank, or wrap the optimizer with sparse_as_dense=True"
+            )
+        if self._leaving and self._shard is not None:
+            raise GradientError(
+                f"parameter {next(iter(self._leaving.values()))[0].name!r} has a sparse gradient, which "
+                f"shard={self._shard.scope!r} does not divide: leave out one of them, or wrap the optimizer with "
+                "sparse_as_dense=True"
             )
         for bucket, leaving in self._leaving.items():
             self._layout.move_out(bucket, leaving)

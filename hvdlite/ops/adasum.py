@@ -41,9 +41,10 @@ def adasum_all_reduce(group: Group, flat: Tensor, segments: Sequence[int], what:
     counts = spread(flat.numel(), group.size)
     item_bytes = flat.element_size()
     mine = counts[group.rank]
-    parts = group.all_to_all(
+    parts, work = group.begin_all_to_all(
         as_bytes(flat), [count * item_bytes for count in counts], [mine * item_bytes] * group.size, what
     )
+    work.wait()
     rows = torch.stack([part.view(flat.dtype) for part in parts])
     overlaps = _overlaps(segments, sum(counts[: group.rank]), mine)
     gram = torch.zeros(len(segments), group.size, group.size, dtype=torch.float64, device=flat.device)

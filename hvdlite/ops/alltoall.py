@@ -57,7 +57,9 @@ class Alltoall(Collective):
         sent = [count * nbytes for count in self.splits]
         received = [count * nbytes for count in self._received]
         rows = as_bytes(plain(tensor[: sum(self.splits)]))
-        output = join_rows(execution.group.all_to_all(rows, sent, received, execution.what), tensor, self._received)
+        parts, work = execution.group.begin_all_to_all(rows, sent, received, execution.what)
+        work.wait()
+        output = join_rows(parts, tensor, self._received)
         return output, torch.tensor(self._received, dtype=torch.int32, device=self.answer_on)
 
     def gradient(self, grads: Mapping[int, Tensor]) -> Sequence[Tensor]:

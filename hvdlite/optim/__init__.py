@@ -6,6 +6,6 @@
 Modules import only what stands before them:
 
     opening < tuning < own_engine < param_hooks < surplus < reducer < autotune < arguments < followed_groups
-        < optimizer_proxy < fill_tensors < optimizer_state < step_by_bucket < clipping < averaging_optimizer
+        < optimizer_proxy < fill_tensors < optimizer_state < step_by_bucket < averaging_optimizer
         < optimizer < checkpoint_file < checkpoint
 """

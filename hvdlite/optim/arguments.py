@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..buckets.exchange import Exchange
 from ..buckets.outer import AnyOuter, DiLoCo, LocalSGD
 from ..buckets.settings import Settings
+from ..buckets.shares import Sharing
 from ..buckets.weights import MOST_PER_STEP
 from ..comm.reduce_op import Adasum, Average, ReduceOp, Sum
 from ..compression.casts import Compression, ResolvedCompression, check_compression
@@ -129,6 +130,26 @@ def check_outer(outer: object, settings: Settings) -> AnyOuter | None:
     return outer
 
 
+def check_shard(shard: object, settings: Settings, optimizer: torch.optim.Optimizer) -> Sharing | None:
+    """Returns how ranks share the optimizer's work. Raises ValueError with what does not work beside it."""
+    if shard is None:
+        return None
+    if shard not in ("world", "host"):
+        raise ValueError(
+            f'shard={shown(shard)} is neither "world", for all ranks to share the optimizer\'s state, nor "host", for '
+            "those of each host: pass one of them, or leave it out"
+        )
+    why = {
+        "op=hvd.Adasum, for which each rank steps with its own gradients": settings.op == Adasum,
+        f"outer={settings.outer!r}, since hosts that train apart have different states": settings.outer is not None,
+        "step_on_arrival=True, which updates whole buckets": settings.step_on_arrival,
+    }
+    for what, is_given in why.items():
+        if is_given:
+            raise ValueError(f"shard={shard!r} does not work with {what}: leave one of them out")
+    return Sharing.of(str(shard), optimizer)
+
+
 def check_max_norm(max_norm: object, op: ReduceOp, *, step_on_arrival: bool) -> float | None:
     """Returns the argument as a float, or None. Raises ValueError where the norm of the averages is known too late."""
     if max_norm is None:
@@ -187,6 +208,7 @@ def check_survivable(settings: Settings, *, has_all_ranks: bool) -> None:
         "op=hvd.Adasum, whose step is taken before ranks combine it": settings.op == Adasum,
         "an exchange= of your own, whose state would change twice in such a step": settings.exchange is not None,
         f"outer={settings.outer!r}, whose outer steps would be taken twice": settings.outer is not None,
+        "shard=, since a lost rank's part of the optimizer's state is lost with it": settings.shard is not None,
         "a process_set, whose ranks are those of a world that may end": not has_all_ranks,
     }
     for what, is_given in why.items():
@@ -246,6 +268,7 @@ def check_autotune(
     exchange: Callable[[], Exchange] | None = None,
     codec: Encoding | None = None,
     outer: object = None,
+    shard: object = None,
 ) -> bool:
     """Returns whether autotune is to choose the bucket cap.
 
@@ -268,6 +291,8 @@ def check_autotune(
         obstacle = f"it measures all-reduces, which compression={codec!r} replaces: pass bucket_cap_mb"
     elif outer is not None:
         obstacle = f"outer={shown(outer)} sends no gradients between hosts: pass bucket_cap_mb"
+    elif shard is not None:
+        obstacle = f"it measures all-reduces, which shard={shown(shard)} replaces: pass bucket_cap_mb"
     else:
         return autotune or environment.autotune
     if autotune:

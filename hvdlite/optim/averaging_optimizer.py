@@ -24,9 +24,11 @@ from ..buckets.weights import FIRST_REFERENCE, no_loss
 from ..errors import GradientError
 from ..outside_graphs import keep_outside_graphs
 from ..steps.step_state import StepState
+from ..updates.clipping import NormClipper
+from ..updates.sharded_update import ShardedUpdate
+from ..updates.update import Update, WholeUpdate
 from ..values import shown, whole_number
 from .arguments import check_weighted
-from .clipping import NormClipper
 from .followed_groups import FollowedGroups
 from .optimizer_proxy import HorovodsAttributes
 from .reducer import Reducer
@@ -40,6 +42,9 @@ _EXCHANGE = "exchange"
 
 # The part of the outer steps.
 _OUTER = "outer"
+
+# This rank's part of the optimizer's state, where ranks share it.
+_SHARD = "shard"
 
 # The scale of the losses whose gradients are in the part of the exchange.
 _LOSS_SCALE = "loss_scale"
@@ -121,8 +126,11 @@ class AveragingOptimizer(HorovodsAttributes):
         self._by_bucket: StepByBucket | None = None
         if reducer.settings.step_on_arrival:
             self._by_bucket = StepByBucket(self._optimizer, reducer)
-        max_norm = reducer.settings.max_norm
+        max_norm, shard = reducer.settings.max_norm, reducer.settings.shard
         self._clipper = None if max_norm is None else NormClipper(max_norm)
+        self._update: Update = WholeUpdate(self._optimizer, self._clipper)
+        if shard is not None:
+            self._update = ShardedUpdate(self._optimizer, reducer, self._clipper, shard)
         self._skipping = False
         self._synchronized = False
         self._warnings = _UseWarnings(reducer.state)
@@ -158,6 +166,7 @@ class AveragingOptimizer(HorovodsAttributes):
         self._reducer.state.begin_after_skipped()
         self._groups.follow()
         self._reducer.synchronize()
+        self._reducer.gather_averages()
         # With Adasum, `synchronize` did nothing.
         self._synchronized = not self._reducer.step.steps_first
 
@@ -288,6 +297,7 @@ class AveragingOptimizer(HorovodsAttributes):
         self._reducer.state.begin_after_skipped()
         self._groups.follow()
         self._reducer.synchronize()
+        self._reducer.gather_averages()
         # Also of a step that it skips, for which it does not call `step`.
         self._reducer.surplus.note_used_passes()
         self._reducer.state.is_unscaled = True
@@ -312,7 +322,7 @@ class AveragingOptimizer(HorovodsAttributes):
         if self._reducer.state.is_discarded:
             return None
         with explaining_lost_graphs():
-            return self._optimizer.step()
+            return self._update.step()
 
     def _step_with(self, closure: Callable[[], float]) -> float | None:
         """Takes the wrapped optimizer's step on the averages of what the closure computes. Returns its loss."""
@@ -329,15 +339,14 @@ class AveragingOptimizer(HorovodsAttributes):
 
         try:
             # It calls the closure before it changes anything.
-            return self._optimizer.step(average_after)
+            return self._update.step(average_after)
         except _DiscardedError:
             return loss
 
     def _average(self) -> None:
         """Leaves averages in the gradients, clipped, unless the program has done so."""
-        clipper = self._clipper
         if not self._skipping:
-            self._reducer.synchronize(arrived=None if clipper is None else clipper.measure)
+            self._reducer.synchronize(arrived=self._update.arrived)
         elif self._reducer.step.plan.has_passes:
             raise GradientError(
                 "step() was called in skip_synchronize() while gradients are not averaged: call synchronize() before "
@@ -346,10 +355,9 @@ class AveragingOptimizer(HorovodsAttributes):
         self._reducer.state.require_sound()
         if self._reducer.state.is_discarded:
             return
-        # Here and not in `synchronize`: before its step GradScaler has to unscale the gradients, and look for inf.
-        if clipper is not None:
-            # What has left the groups since backward is still averaged in this step, but is no part of the norm.
-            clipper.clip(self._groups.present())
+        # Here and not in `synchronize`: before its step GradScaler has to unscale the gradients, and look for inf. What
+        # has left the groups since backward is still averaged in this step, but is no part of the norm.
+        self._update.prepare(self._groups.present())
 
     # -- what belongs to the wrapped optimizer
 
@@ -362,7 +370,8 @@ class AveragingOptimizer(HorovodsAttributes):
         """
         exchange_state = self._reducer.exchange_state.state_dict(self._groups.gone())
         parts = {_EXCHANGE: exchange_state, _OUTER: self._reducer.step.state_dict()}
-        state = super().state_dict()
+        state, shard = self._update.state_dict()
+        parts |= {_SHARD: shard}
         kept: dict[str, Any] = {owner: part for owner, part in parts.items() if part}
         if _EXCHANGE in kept and (scale := self._reducer.exchange_state.scale) is not None:
             kept[_LOSS_SCALE] = scale
@@ -382,16 +391,18 @@ class AveragingOptimizer(HorovodsAttributes):
             kept.get(_EXCHANGE, {}), kept.get(_LOSS_SCALE), kept.get(_REFERENCE, FIRST_REFERENCE), numels
         )
         self._reducer.step.load_state_dict(kept.get(_OUTER, {}))
-        super().load_state_dict({key: value for key, value in state_dict.items() if key not in (_KEY, _EXCHANGE)})
+        plain = {key: value for key, value in state_dict.items() if key not in (_KEY, _EXCHANGE)}
+        self._update.load_state_dict(plain, kept.get(_SHARD, {}))
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Makes the next ``state_dict()`` of global rank ``to`` one that any number of ranks can load.
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Makes the next ``state_dict()`` of global rank ``to`` one that any number of ranks can load; None: of all.
 
-        Every rank must call it, between two steps; it waits for all. What the compression has kept of gradients on
-        each rank is replaced in that state by its mean, so that it enters the next average where every rank loads the
-        same file. Of outer steps that state has the whole anchor and velocity. Training goes on as without it; after
-        the next step ``state_dict()`` is local again. Raises ValueError for an exchange of your own that keeps a state,
-        and has no `Exchange.consolidate`.
+        Every rank must call it, between two steps; it waits for all. Where ranks share the optimizer's state
+        (``shard=``), that has the states of all parameters, whole and in CPU memory, as without ``shard``. What the
+        compression has kept of gradients on each rank is replaced in that state by its mean, so that it enters the next
+        average where every rank loads the same file. Of outer steps that state has the whole anchor and velocity.
+        Training goes on as without it; after the next step ``state_dict()`` is local again. Raises ValueError for an
+        exchange of your own that keeps a state, and has no `Exchange.consolidate`.
         """
         self._reducer.engine.require_own("optimizer.consolidate_state_dict()")
         reducer = self._reducer
@@ -400,13 +411,14 @@ class AveragingOptimizer(HorovodsAttributes):
         reducer.settle("optimizer.consolidate_state_dict() was called", "call step() first")
         group, links = reducer.connect(), reducer.engine.connected()
         named = whole_number(to)
-        if named not in group.ranks:
+        if to is not None and named not in group.ranks:
             ranks = ", ".join(map(str, group.ranks))
             raise ValueError(f"consolidate_state_dict: to={shown(to)} is not one of the optimizer's ranks: {ranks}")
-        is_asked = group.ranks[group.rank] == named
+        is_asked = to is None or group.ranks[group.rank] == named
         plans = [bucket.plan for bucket in reducer.step.plan.layout.buckets]
         reducer.exchange_state.consolidate(plans, links, keeps=is_asked)
         reducer.step.consolidate(keeps=is_asked)
+        self._update.consolidate(keeps=is_asked)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -426,6 +438,7 @@ class AveragingOptimizer(HorovodsAttributes):
             self._reducer.engine.require_own("clipping gradients")
             self._groups.follow()
             self._reducer.synchronize()
+            self._reducer.gather_averages()
         return self._optimizer.param_groups
 
     @param_groups.setter

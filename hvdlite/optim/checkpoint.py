@@ -27,12 +27,12 @@ from ..errors import MismatchError
 from ..log import log
 from ..ops.base import submit
 from ..ops.broadcast import allgather_object, broadcast_object, broadcast_tensors
+from ..ops.sent_tensors import SentTensors, resolver, room_for
 from ..ops.typed_values import ValueDecoder, ValueEncoder
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
 from . import checkpoint_file
-from .optimizer_state import SentTensors, resolver, room_for
 
 _SAVE = "save_checkpoint"
 _OWN, _SIZE = "hvdlite", "size"

@@ -41,6 +41,7 @@ from .arguments import (
     check_outer,
     check_positive_int,
     check_predivide,
+    check_shard,
     check_sparse_as_dense,
     check_step_on_arrival,
     check_survivable,
@@ -141,6 +142,15 @@ class DistributedOptimizer(AveragingOptimizer):
     save and load it on every rank. Each call of ``step()`` counts, also one in which GradScaler skips the update, so
     every rank must call it equally often. A single host trains as without it.
 
+    ``shard``: ``"world"`` or ``"host"``, to divide the optimizer's work and state among all ranks, or among those of
+    each host: each rank updates its part of the parameters, and all gather them in ``step()``. On one host the results
+    are bit-identical. ``optimizer`` stays as it is, and its parameter groups whole; its state has this rank's part
+    alone. Optimizers that update each element by itself (most of torch.optim, or a class with ``updates_elementwise =
+    True``) are divided anywhere; of all others, such as Muon, each parameter belongs to one rank. After ``step()``
+    every ``param.grad`` is None. `consolidate_state_dict` makes a state that any number of ranks can load, with any
+    ``shard`` or none. `join`, sparse gradients, Adasum, ``outer``, ``step_on_arrival``, ``autotune``, `TorchState` and
+    ``--survive`` do not work with it, and raise an error.
+
     An average is bit-identical on all ranks, and from run to run.
     """
 
@@ -163,6 +173,7 @@ class DistributedOptimizer(AveragingOptimizer):
         exchange: Callable[[], Exchange] | None = None,
         max_norm: float | None = None,
         outer: AnyOuter | None = None,
+        shard: str | None = None,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
@@ -174,7 +185,7 @@ class DistributedOptimizer(AveragingOptimizer):
         predivide = check_predivide(gradient_predivide_factor, op)
         travels, codec = check_codec(compression, op)
         exchange = check_exchange(exchange, op, codec or travels, predivide)
-        tunes = check_autotune(autotune, bucket_cap_mb, op, environment, exchange, codec, outer)
+        tunes = check_autotune(autotune, bucket_cap_mb, op, environment, exchange, codec, outer, shard)
         default_cap = DEFAULT_BUCKET_CAP_BYTES if codec is None else _ENCODED_BUCKET_CAP_BYTES
         settings = Settings(
             travels,
@@ -188,6 +199,8 @@ class DistributedOptimizer(AveragingOptimizer):
             check_max_norm(max_norm, op, step_on_arrival=step_on_arrival),
         )
         settings = replace(settings, outer=check_outer(outer, settings))
+        settings = replace(settings, shard=check_shard(shard, settings, optimizer))
+        self.shard = shard
         if is_initialized() and current_world().survival is not None:
             check_survivable(settings, has_all_ranks=process_set is global_process_set)
         self._given_settings, self._given_compression, self._given_process_set = settings, compression, process_set
@@ -207,6 +220,8 @@ class DistributedOptimizer(AveragingOptimizer):
         return f"DistributedOptimizer over {self._reducer.engine.ranks.size} ranks of\n{self._optimizer!r}"
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._given_settings.shard is not None:
+            raise TypeError("a DistributedOptimizer with shard= cannot be pickled or copied: pickle state_dict()")
         if self._given_process_set is not global_process_set:
             raise TypeError(
                 "a DistributedOptimizer with a process_set of its own cannot be pickled: pickle state_dict()"

@@ -35,6 +35,9 @@ class OptimizerProxy(torch.optim.Optimizer):
     A subclass adds ``step``.
     """
 
+    shard: str | None = None
+    """Whose ranks share the optimizer's state: those of the ``"world"``, or of each ``"host"``; None: nobody's."""
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # Does not call Optimizer.__init__, which would create separate groups, state and hooks.
         self._optimizer = optimizer

@@ -14,7 +14,7 @@ of their parameters and the classes of their optimizers, and nothing else.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,8 @@ from torch import Tensor
 from ..calls.operation import BROADCAST_OPTIMIZER_STATE, Execution, Operation
 from ..ops.base import submit
 from ..ops.broadcast import broadcast_tensors, digest_of
-from ..ops.sendable import check_sendable, is_sendable, plain_tensor
+from ..ops.sendable import check_sendable
+from ..ops.sent_tensors import NOBODY, SentTensors, resolver, room_for
 from ..ops.typed_values import ValueDecoder, ValueEncoder
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet
@@ -33,9 +34,6 @@ from ..runtime.process_set_functions import global_process_set, group_of
 from ..values import shown
 from .fill_tensors import Filler
 from .optimizer_proxy import OptimizerProxy
-
-# The owner of a tensor that does not belong to one parameter's state.
-NOBODY = -1
 
 
 def broadcast_optimizer_state(
@@ -72,6 +70,7 @@ def broadcast_optimizer_state(
     sent, error = SentTensors(), None
     if is_root:
         try:
+            _require_whole(optimizer)
             encoded = encode_state(own, ValueEncoder(sent.refer), sent)
             data = json.dumps([encoded, sent.packed()]).encode()
         except Exception as caught:  # noqa: BLE001 - whatever the methods of an object raise
@@ -111,6 +110,26 @@ def what_is_equal(optimizer: Any) -> dict[str, Any]:
             [list(param.shape) for param in entry["params"]] for entry in optimizer.param_groups
         ],
     }
+
+
+def require_undivided(optimizer: Any, kind: str) -> None:
+    """Raises ValueError if an optimizer was wrapped with ``shard=``, which divides its state among the ranks."""
+    shard = optimizer.shard if isinstance(optimizer, OptimizerProxy) else None
+    if shard is not None:
+        raise ValueError(
+            f"{kind}: with shard={shard!r} each rank has a part of the optimizer's state, and a lost rank's is lost: "
+            "wrap the optimizer without shard="
+        )
+
+
+def _require_whole(optimizer: Any) -> None:
+    """Raises ValueError if this rank has a part alone of the optimizer's state."""
+    shard = optimizer.shard if isinstance(optimizer, OptimizerProxy) else None
+    if shard is not None and "shard" in optimizer.state_dict().get("hvdlite", {}):
+        raise ValueError(
+            f"with shard={shard!r} each rank has a part of it, and all parts are of one state already; after "
+            "load_state_dict() on this rank, and before the next step, it can be sent"
+        )
 
 
 def unwrapped(optimizer: Any, kind: str) -> Any:
@@ -153,79 +172,6 @@ class _StateDict:
         """Loads it into the optimizer."""
         with loading_in_place(optimizer):
             optimizer.load_state_dict(self.value)
-
-
-@dataclass(frozen=True, slots=True)
-class _Meta:
-    """The description of a tensor, by which a rank allocates memory to receive it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    on_cpu: bool
-    # The number of the parameter whose state it is, which determines its device on each rank.
-    owner: int
-
-    def pack(self) -> list[Any]:
-        """Returns it as JSON values; see `unpack`."""
-        return [list(self.shape), str(self.dtype), self.on_cpu, self.owner]
-
-    @classmethod
-    def unpack(cls, packed: Sequence[Any]) -> _Meta:
-        shape, dtype, on_cpu, owner = packed
-        return cls(tuple(shape), getattr(torch, dtype.removeprefix("torch.")), on_cpu, owner)
-
-    def empty(self, params: Sequence[Tensor]) -> Tensor:
-        """Allocates the tensor, on the device of its parameter on this rank, or on the CPU."""
-        device = "cpu" if self.on_cpu or not params else params[max(0, self.owner)].device
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
-class SentTensors:
-    """The tensors of an encoded state, which are sent behind it. ``refer`` is an `ValueEncoder`'s."""
-
-    def __init__(self) -> None:
-        # Set by `encode_state` while it encodes.
-        self.number_of: dict[int, int] = {}
-        self.owner = NOBODY
-        self._place_of: dict[int, int] = {}
-        self.tensors: list[Tensor] = []
-        self._metas: list[_Meta] = []
-
-    def refer(self, tensor: Tensor) -> list[Any] | None:
-        """Returns a reference to a parameter, or to a tensor that is sent."""
-        number = self.number_of.get(id(tensor))
-        if number is not None:
-            return ["parameter", number]
-        is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.requires_grad
-        if not is_plain or not is_sendable(tensor):
-            # They are pickled by their own methods.
-            return None
-        place = self._place_of.get(id(tensor))
-        if place is None:
-            place = self._place_of[id(tensor)] = len(self.tensors)
-            self.tensors.append(plain_tensor(tensor))
-            self._metas.append(_Meta(tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu", self.owner))
-        return ["tensor", place]
-
-    def packed(self) -> list[Any]:
-        """Returns what `room_for` needs on other ranks, as JSON values."""
-        return [meta.pack() for meta in self._metas]
-
-
-def room_for(metas: Sequence[Any], params: Sequence[Tensor]) -> list[Tensor]:
-    """Allocates memory for the tensors that `SentTensors.packed` describes; ``params`` are this rank's."""
-    return [_Meta.unpack(each).empty(params) for each in metas]
-
-
-def resolver(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> Callable[[Any], Tensor]:
-    """Returns what finds the tensor of a reference of `SentTensors` for a `ValueDecoder`."""
-
-    def resolve(reference: Any) -> Tensor:
-        kind, number = reference
-        tensor: Tensor = (params if kind == "parameter" else tensors)[number]
-        return tensor
-
-    return resolve
 
 
 def encode_state(optimizer: Any, encoder: ValueEncoder, sent: SentTensors) -> list[Any]:

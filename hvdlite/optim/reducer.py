@@ -76,6 +76,7 @@ class Reducer(GradientListener):
         # Held while a hook handles a gradient. Reentrant, since the same thread may run another backward pass inside.
         self._lock = threading.RLock()
         self._hooks = ParamHooks(self)
+        self._has_all_averages = False
         self.tuning = Tuning()
         """What the ranks compare of its arguments, and autotune's choice."""
         self._enter(connect(), None, CarriedOver())
@@ -286,6 +287,7 @@ class Reducer(GradientListener):
         self.engine.ranks.require_open("averaging gradients")
         weights = self.step.plan.weights
         self.exchange_state.begin_step(weights.state.reference, weights.of_step)
+        self._has_all_averages = False
         self.step.begin()
 
     def weigh(self, n: int) -> float:
@@ -318,6 +320,20 @@ class Reducer(GradientListener):
             self.step.finish(update, arrived)
             point("voted")
 
+    def gather_averages(self) -> None:
+        """Leaves all averages of the step in ``param.grad``, where each rank has only those that it updates.
+
+        Every rank must call it after `synchronize`; it waits for all. Does nothing if that is done already.
+        """
+        if self.state.phase is StepPhase.AVERAGED and not self._has_all_averages:
+            self._has_all_averages = True
+            self.step.plan.gather_averages(self.engine.connected().all)
+
+    @property
+    def name(self) -> str:
+        """The optimizer's name in messages, equal on all ranks."""
+        return self._world.trace.optimizer
+
     def require_nothing_pending(self, action: str, way_out: str) -> None:
         """Raises GradientError if this action would lose complete gradients that are not synchronized.
 
@@ -340,6 +356,7 @@ class Reducer(GradientListener):
         agreed = self.surplus.agreed(self.engine.ranks, action, way_out)
         if agreed is PendingKind.SURPLUS:
             self.synchronize()
+            self.gather_averages()
             plan = self.step.plan
             if self.settings.op is Sum:
                 # The sum of these over all ranks, in the next step, is the sum that they are now.

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..errors import GradientError
+from ..updates.update import narrowed
 from .reducer import Reducer
 
 
@@ -80,14 +81,8 @@ class StepByBucket:
         """A context in which the parameter groups hold only these parameters, a list for each group."""
         groups = self._optimizer.param_groups
         before = [dict(group) for group in groups]
-        try:
-            # In place, since an optimizer inside the optimizer may refer to the same groups.
-            for group, part in zip(groups, parts, strict=True):
-                group["params"] = part
+        with narrowed(groups, parts):
             yield
-        finally:
-            for group, earlier in zip(groups, before, strict=True):
-                group["params"] = earlier["params"]
         for number, (group, earlier) in enumerate(zip(groups, before, strict=True)):
             self._require_unchanged(number, group, earlier)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MismatchError
-from .control_block import DONE, PAYLOAD_BYTES, POSTED
+from .control_block import DONE, PAYLOAD_BYTES, POSTED, RESIDENT
 from .reductions import cell_bytes
 from .shm_operation import CHUNK_BYTES, ShmOperation, Steps
 
@@ -115,6 +115,65 @@ class AllGather:
 
     def _stage(self, chunk: int, chunks: int) -> Steps:
         return self._operation.stage(chunk, chunks, [(0, self._flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])])
+
+
+class Gather:
+    """Copies every rank's part of some memory, of which each rank has as much, to where the other ranks want it."""
+
+    def __init__(
+        self, operation: ShmOperation, flat: Tensor, bounds: Sequence[int], into: Sequence[tuple[int, Tensor]]
+    ) -> None:
+        """``flat`` is the memory, and rank r's part of it is ``flat[bounds[r] : bounds[r + 1]]``.
+
+        ``into`` are positions in other ranks' parts, each with the memory for what is there. All is in bytes.
+        """
+        self._operation = operation
+        self._flat = flat
+        self._bounds = bounds
+        self._into = into
+
+    def begin(self) -> bool:
+        """Shows this rank's part, if the others can read it in place."""
+        return self._operation.show_resident(self._flat)
+
+    def run(self, is_resident: bool) -> Steps:
+        operation = self._operation
+        longest = max(stop - start for start, stop in itertools.pairwise(self._bounds))
+        chunks = max(1, -(-longest // CHUNK_BYTES))
+        if not is_resident:
+            yield from self._stage(0, chunks)
+        for chunk in range(chunks):
+            if chunk + 1 < chunks and not is_resident:
+                yield from self._stage(chunk + 1, chunks)
+            yield POSTED, operation.after(chunk + 1)
+            if chunk == 0:
+                operation.check()
+            for place, (start, stop) in enumerate(itertools.pairwise(self._bounds)):
+                self._take(place, chunk, start + chunk * CHUNK_BYTES, min(stop, start + (chunk + 1) * CHUNK_BYTES))
+            operation.peers.advance(DONE, operation.done_with(chunk, chunks))
+        # Other ranks may still read this rank's part.
+        if is_resident:
+            yield DONE, operation.end
+
+    def _take(self, place: int, chunk: int, first: int, last: int) -> None:
+        """Copies what is wanted of a rank's bytes from ``first`` to ``last``, which are its chunk."""
+        operation, source = self._operation, None
+        for start, memory in self._into:
+            begin, end = max(start, first), min(start + memory.numel(), last)
+            if begin >= end:
+                continue
+            if source is None:
+                where = operation.places[place]
+                source = operation.chunk_of(place, chunk)
+                offset = first
+                if where.how == RESIDENT:
+                    source, offset = operation.context.bytes_of(place, where), -where.within
+            memory[begin - start : end - start].copy_(source[begin - offset : end - offset])
+
+    def _stage(self, chunk: int, chunks: int) -> Steps:
+        rank = self._operation.peers.rank
+        part = self._flat[self._bounds[rank] : self._bounds[rank + 1]]
+        return self._operation.stage(chunk, chunks, [(0, part[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])])
 
 
 class AllToAll:

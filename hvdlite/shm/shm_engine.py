@@ -27,7 +27,7 @@ from ..log import log
 from .arithmetic import DTYPES, Arithmetic, factor_of
 from .board import Board
 from .control_block import LEFT, PAYLOAD_BYTES
-from .data_movement import AllGather, AllToAll, Barrier, SharedBroadcast
+from .data_movement import AllGather, AllToAll, Barrier, Gather, SharedBroadcast
 from .queue import CollectiveSteps, Queue
 from .reductions import Blocks, ReduceScatter, SharedAllReduce, SmallAllReduce
 from .segment import NoMemoryError
@@ -49,6 +49,7 @@ class ShmEngine(Engine):
 
     ways = MappingProxyType({"cpu": ("shared memory",)})
     reduces_in_one_pass = True
+    gathers_in_place = True
 
     def __init__(
         self, context: EngineContext, name: str, when_closed: Callable[[ShmEngine], None] = lambda _: None
@@ -193,6 +194,19 @@ class ShmEngine(Engine):
         return self._submit(
             list(parts), lambda operation: AllGather(operation, into, flat),
             "all-gather", tensor.numel(), tensor.dtype, flat.numel(),
+        )  # fmt: skip
+
+    def gather(self, flat: Tensor, counts: Sequence[int], into: Sequence[tuple[int, Tensor]], /) -> ShmWork:
+        if len(counts) != self.size or sum(counts) != flat.numel():
+            raise ValueError(f"gather of {flat.numel()} elements of {self.size} ranks: the counts are {list(counts)}")
+        memory, itemsize = _checked(flat, "gather"), flat.element_size()
+        bounds = [0, *itertools.accumulate(count * itemsize for count in counts)]
+        wanted = [(start * itemsize, _checked(tensor, "gather")) for start, tensor in into]
+        # The counts differ by rank: a CRC of them is compared.
+        digest = zlib.crc32(repr(list(counts)).encode()) & 0xFFFF
+        return self._submit(
+            [tensor for _, tensor in into], lambda operation: Gather(operation, memory, bounds, wanted),
+            "gather", flat.numel(), flat.dtype, PAYLOAD_BYTES + 1, root=digest,
         )  # fmt: skip
 
     def alltoall_base(

@@ -14,7 +14,7 @@ import ctypes
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ SLOTS_BYTES = _SLOTS * CHUNK_BYTES
 ALIGNMENT_BYTES = 64
 _REMEMBERED = 512
 
-KINDS = ("all-reduce", "reduce-scatter", "broadcast", "all-gather", "all-to-all", "barrier")
+KINDS = ("all-reduce", "reduce-scatter", "broadcast", "all-gather", "all-to-all", "barrier", "gather")
 _CHUNK_BITS = 24
 _ALL_CHUNKS = 2**_CHUNK_BITS - 1
 
@@ -55,8 +55,7 @@ class EngineContext:
         self.share_views: dict[tuple[object, ...], list[list[Tensor]]] = {}
         # Views of all ranks' payloads, made once for each (place in the window, dtype, number of elements).
         self._payload_views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
-        # By rank, the bytes of each slot.
-        self._slots = [torch.split(each, CHUNK_BYTES) for each in slots]
+        self._slots = slots
         # How many chunks this rank has staged, and for each slot the value of DONE after its last chunk was read. All
         # ranks count alike.
         self._staged = 0
@@ -104,7 +103,7 @@ class EngineContext:
 
     def slot(self, group_rank: int, number: int) -> Tensor:
         """Returns the bytes of a rank's slot."""
-        return self._slots[group_rank][number]
+        return self._slots[group_rank][number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
 
     def free_after(self, number: int) -> Condition:
         """Returns the condition under which all ranks have read the slot."""
@@ -179,8 +178,7 @@ class ShmOperation:
             self.peers.own.write_header(self.number, self._signature, context.staging_place())
         slot = context.slot(self.peers.rank, number)
         for start, data in pieces:
-            if data.numel():
-                slot[start : start + data.numel()].copy_(data)
+            slot[start : start + data.numel()].copy_(data)
         context.use(self.done_with(chunk, chunks))
         self.peers.advance(POSTED, self.done_with(chunk, chunks))
 
@@ -255,7 +253,6 @@ def _words(signature: memoryview) -> str:
     return f"{words} from rank {root}" if name == "broadcast" else words
 
 
-@lru_cache(maxsize=1024)
 def share_of(group_rank: int, size: int, numel: int, itemsize: int) -> tuple[int, int]:
     """Returns the elements (start, stop) that a rank reduces; each share starts on a cache line of its own."""
     step = max(1, ALIGNMENT_BYTES // itemsize)

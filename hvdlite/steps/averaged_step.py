@@ -288,6 +288,17 @@ class AveragedStep(StatelessStep):
                     state.param.grad.mul_(inverse)
         return True
 
+    def why_no_join(self) -> str:
+        """Says that all ranks must step where they share the optimizer's work."""
+        shard = self._world.settings.shard
+        if shard is None or self.plan.sharers.size == 1:
+            return ""
+        return (
+            f"hvd.join() does not work with shard={shard.scope!r}: each rank updates its part of the parameters, and "
+            "one that has joined would not come to the steps of the others. Give every rank as many batches, for "
+            "example with drop_last=True in its sampler"
+        )
+
     def stepping(self) -> AbstractContextManager[None]:
         """A context that does nothing: the averages are in the gradients."""
         return nullcontext()

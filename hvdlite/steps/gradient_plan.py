@@ -12,6 +12,7 @@ Each kind of step has one. `averaged_step` sends what is planned here.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from ..buckets.gradient_state import Home
 from ..buckets.in_flight import BucketQueue
 from ..buckets.layout import Layout
 from ..buckets.plan import BucketPlan, Description
+from ..buckets.shares import Planner, Undivided
 from ..buckets.weights import Weights
 from ..comm.engine import Engine, HasMemory
+from ..comm.group import Group
 from ..exchanges.sparse_gather import SparseParameters
 from .step_state import StepPhase
 from .step_world import Added, Buffers, CarriedOver, StepWorld
@@ -48,19 +51,22 @@ class GradientPlan:
             self.weights.state = carried.weights
         self._world = world
         self._staying = staying
+        shard = world.settings.shard
+        self.sharers = RankAndSize() if shard is None else shard.sharers(world.ranks)
+        """This rank, and the number of ranks, among those that share the optimizer's work."""
         self._lay_out()
 
     def _lay_out(self) -> None:
         """Creates an empty layout, and the objects that work on it."""
         settings, size = self._world.settings, self.ranks.size
+        divider = Undivided() if settings.shard is None else settings.shard.divider(self.sharers.size)
         self.layout = Layout(
             ranks=self.ranks,
-            cap_bytes=self.cap_bytes,
+            planner=Planner(self.cap_bytes, self.exchange.aligned, self.ranks.count_slots, divider),
             scale_of=lambda dtype: self.exchange.scale_before(dtype, size),
             densify=settings.sparse_as_dense,
             memory=self._take_memory,
             staying=self._staying,
-            aligned=self.exchange.aligned,
             weights=self.weights,
         )
         self.queue = BucketQueue(self.exchange, self._world.trace, self._world.check, size)
@@ -90,7 +96,7 @@ class GradientPlan:
         Call it only between steps.
         """
         links = self._world.engine.links
-        if self.layout.cap_bytes != self.cap_bytes:
+        if self.layout.planner.cap_bytes != self.cap_bytes:
             self.lay_out_again()
         elif links is not None and isinstance(engine := links.all.engine, HasMemory):
             for bucket in self.layout.buckets:
@@ -118,6 +124,25 @@ class GradientPlan:
         """Whether gradients of backward passes outside of `StepState.accumulating` are not averaged yet."""
         states = self.layout.states.values()
         return self._world.state.is_in_step and any(state.passes or state.ready for state in states)
+
+    def gather_averages(self, group: Group) -> None:
+        """Leaves all averages of a finished step on each rank, if each has its own part of them.
+
+        Every rank must call it, once in a step; it waits for all.
+        """
+        if not self.exchange.in_parts:
+            return
+        waits = []
+        for number, bucket in enumerate(self.layout.buckets):
+            if bucket.collect():
+                flat, bounds = bucket.memory.gradients, bucket.plan.bounds
+                others = [
+                    (a, flat[a:b]) for rank, (a, b) in enumerate(pairwise(bounds)) if rank != group.rank and a < b
+                ]
+                what = f"the all-gather of the {bucket.plan.describe()} ({self._world.trace.name_of(number)})"
+                waits.append(group.begin_gather(flat, [b - a for a, b in pairwise(bounds)], others, what))
+        for wait in waits:
+            wait()
 
     def drop_gradients(self) -> None:
         """Sets all gradients to None, and frees the buckets' memory until the next gradient."""

@@ -22,7 +22,8 @@ def step_of(world: StepWorld, survival: Survival | None, owner: Owner, carried: 
     """
     outer = outer_steps_of(world)
     ranks = RankAndSize(world.ranks.rank, world.ranks.size) if outer is None else outer.inner
-    exchange = exchange_of(world.settings, ranks.size)
+    shard = world.settings.shard
+    exchange = exchange_of(world.settings, ranks.size, 1 if shard is None else shard.sharers(world.ranks).size)
     if exchange.after_step:
         return AdasumStep(world, exchange, ranks, carried)
     averaged = AveragedStep(world, exchange, ranks, carried, always_takes_back=survival is not None)

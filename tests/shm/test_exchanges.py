@@ -52,6 +52,54 @@ def test_so_it_is_at_other_sizes(size: int) -> None:
     check_broadcasts_and_gathers(size, MANY)
 
 
+@pytest.mark.parametrize("staged_on", ["no rank", "rank 1", "all ranks"])
+@pytest.mark.parametrize(
+    "counts",
+    [[3, 0, 5], [CHUNK_BYTES + 1, 77, 2 * CHUNK_BYTES], [0, 0, 0], [PAYLOAD_BYTES] * 3],
+    ids=str,
+)
+def test_each_rank_takes_what_it_wants_of_the_others_parts(counts: list[int], staged_on: str) -> None:
+    bounds = [sum(counts[:rank]) for rank in range(4)]
+
+    def on_rank(engine: ShmEngine) -> None:
+        is_staged = staged_on in ("all ranks", f"rank {engine.rank}")
+        for number in range(3):
+            flat = torch.empty(bounds[-1], dtype=torch.uint8)
+            if not is_staged:
+                resident = engine.zeros(bounds[-1], torch.uint8)
+                assert resident is not None
+                flat = resident
+            flat.fill_(255)
+            start, stop = bounds[engine.rank : engine.rank + 2]
+            flat[start:stop].copy_(bytes_of(engine.rank, stop - start, number))
+            wanted = []
+            for rank in range(3):
+                if rank != engine.rank and counts[rank] > 1:
+                    # All but the first byte, in two pieces, of which one begins within a chunk.
+                    middle = bounds[rank] + 1 + counts[rank] // 3
+                    for begin, end in ((bounds[rank] + 1, middle), (middle, bounds[rank + 1])):
+                        wanted.append((begin, torch.empty(end - begin, dtype=torch.uint8)))
+            engine.gather(flat, counts, [(begin, piece) for begin, piece in wanted if piece.numel()]).wait()
+            for begin, piece in wanted:
+                rank = next(rank for rank in range(3) if bounds[rank] <= begin < bounds[rank + 1])
+                whole = bytes_of(rank, counts[rank], number)
+                at = begin - bounds[rank]
+                assert torch.equal(piece, whole[at : at + piece.numel()]), (rank, begin)
+
+    run_engines(3, on_rank)
+
+
+def test_ranks_that_gather_different_parts_get_an_error_on_all_of_them() -> None:
+    def on_rank(engine: ShmEngine) -> None:
+        counts = [4, 6] if engine.rank else [5, 5]
+        with pytest.raises(MismatchError, match="gather of 10 elements"):
+            engine.gather(torch.zeros(10), counts, []).wait()
+        with pytest.raises(ValueError, match=r"gather of 10 elements of 2 ranks: the counts are \[3, 3\]"):
+            engine.gather(torch.zeros(10), [3, 3], [])
+
+    run_engines(2, on_rank)
+
+
 def test_tensors_of_any_dtype_travel() -> None:
     def on_rank(engine: ShmEngine) -> None:
         for dtype in (torch.complex128, torch.bool, torch.float8_e8m0fnu, torch.float64):

@@ -61,6 +61,18 @@ class NormClipper:
         if not (is_on_cpu and bool(self.max_norm / (norm + 1e-6) >= 1.0)):
             clip_grads_with_norm_(having, self.max_norm, norm)
 
+    @staticmethod
+    def squares_of(parts: Sequence[Tensor]) -> float:
+        """Returns the sum of the squares of the gradients of these parts of parameters, in float64."""
+        norms = [torch.linalg.vector_norm(part.grad, dtype=_wide(part.grad)) for part in parts if part.grad is not None]
+        return sum(float(norm) ** 2 for norm in norms)
+
+    @torch.no_grad()
+    def clip_parts(self, parts: Sequence[Tensor], norm: Tensor) -> None:
+        """Clips the gradients of parts of parameters, where ``norm`` is that of all gradients, also on other ranks."""
+        self.norm = norm
+        clip_grads_with_norm_(parts, self.max_norm, norm)
+
     def _norm_of(self, param: Tensor) -> Tensor:
         grad, measured = param.grad, self._measured.get(id(param))
         assert grad is not None, "the caller has looked"
@@ -68,6 +80,10 @@ class NormClipper:
             return measured.norm
         norm: Tensor = torch.linalg.vector_norm(_values_of(grad))
         return norm
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
 
 
 def _values_of(grad: Tensor) -> Tensor:

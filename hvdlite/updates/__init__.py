@@ -1,0 +1,10 @@
+"""
+How the wrapped optimizer's own step is taken, once averages are there: of all parameters, or of this rank's part alone.
+
+    averages in param.grad ── clipping ── WholeUpdate    the optimizer's step, on every rank
+                                       └─ ShardedUpdate  its step on this rank's pieces ── all-gather of the parameters
+
+Modules import only what stands before them:
+
+    clipping < update < divided_state < sharded_update
+"""

@@ -1,0 +1,369 @@
+"""
+`ShardedUpdate`: each rank updates its own part of the parameters, and has the optimizer's state of that part alone.
+
+    averages of this rank's part ── param_groups narrowed to its pieces ── the optimizer's step
+                                 ── all-gather of the parameters, bucket by bucket
+
+A *piece* is what a rank updates of one parameter: a flat `torch.nn.Parameter` in the memory of that parameter, or the
+parameter itself if it is whole. The optimizer's state has pieces as keys. The parameter groups have whole parameters
+but during the step. `divided_state` makes pieces of a state, and a state of pieces.
+
+This is the first stage of ZeRO (arXiv 1910.02054), with parts of buckets as in Megatron's distributed optimizer.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..buckets.bucket import Bucket
+from ..buckets.flags import RankAndSize
+from ..buckets.shares import Sharing
+from ..comm.flat_bytes import mark_written
+from ..comm.group import Group
+from ..comm.hierarchy import host_groups_of
+from ..errors import GradientError
+from ..log import log
+from ..outside_graphs import keep_outside_graphs
+from ..steps.step import Arrived, Step
+from ..steps.step_world import OptimizerEngine
+from .clipping import NormClipper
+from .divided_state import ParameterPiece, check_whole, gather_states, joined, pieces_of, showing, slice_state
+from .update import narrowed
+
+# It would take a state dict without states of parameters for that of an optimizer without any.
+_DCP = "torch.distributed.checkpoint.state_dict"
+
+
+class SharedAverages(Protocol):
+    """The `Reducer`, as this update uses it."""
+
+    @property
+    def step(self) -> Step:
+        """The step of the current world."""
+
+    @property
+    def engine(self) -> OptimizerEngine:
+        """The optimizer's own engine in the current world."""
+
+    @property
+    def name(self) -> str:
+        """The optimizer's name in messages, equal on all ranks."""
+
+
+class ShardedUpdate:
+    """Updates this rank's part of the parameters of one optimizer, in all worlds."""
+
+    arrived: Arrived | None = None
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, reducer: SharedAverages, clipper: NormClipper | None, shard: Sharing
+    ) -> None:
+        self._optimizer = optimizer
+        self._reducer = reducer
+        self._clipper = clipper
+        self._shard = shard
+        # The optimizer's ranks in this world, and those of them that share its work.
+        self._all: Group | None = None
+        self._sharing: Group | None = None
+        # Of which rank the pieces are, of how many.
+        self._sharers = RankAndSize()
+        # The buckets that are divided, and for each of them the pieces of all ranks.
+        self._buckets: list[Bucket] = []
+        self._pieces: list[list[list[ParameterPiece]]] = []
+        # What `consolidate` has made for the next checkpoint, until the next step: states by parameter.
+        self._whole: dict[Tensor, dict[str, Any]] | None = None
+        self._has_told = False
+        # Whether a checkpoint was loaded that `_take_in` has not seen yet.
+        self._has_loaded = False
+
+    @property
+    def _name(self) -> str:
+        return self._reducer.name
+
+    def _own(self) -> Iterator[tuple[Bucket, ParameterPiece]]:
+        """Yields this rank's pieces, with their buckets."""
+        for bucket, pieces in zip(self._buckets, self._pieces, strict=True):
+            for piece in pieces[self._sharers.rank]:
+                yield bucket, piece
+
+    # -- who has which pieces
+
+    def follow(self) -> None:
+        """Divides the buckets that there are now. Every rank must call it between two steps; it waits for all."""
+        plan = self._reducer.step.plan
+        everyone = self._reducer.engine.connected().all
+        if everyone is not self._all:
+            self._enter(everyone, plan.sharers)
+        buckets = plan.layout.buckets
+        if len(buckets) != len(self._buckets) or any(a is not b for a, b in zip(buckets, self._buckets, strict=True)):
+            self._divide(buckets)
+        self._take_in()
+
+    def _enter(self, everyone: Group, sharers: RankAndSize) -> None:
+        """Goes on in another world, if all ranks have the same parts there."""
+        has_state = any(self._optimizer.state.get(piece.tensor) for _, piece in self._own())
+        told = [has_state, self._sharers.rank, self._sharers.size, sharers.rank, sharers.size]
+        of_all = everyone.all_gather_json(told, f"dividing the state of {self._name}")
+        if any(has for has, *_ in of_all):
+            for group_rank, (_, *earlier_and_now) in enumerate(of_all):
+                if earlier_and_now[:2] != earlier_and_now[2:]:
+                    raise GradientError(
+                        f"the state of {self._name} is divided by shard={self._shard.scope!r} among the ranks of a "
+                        f"world that has been shut down, and {everyone.describe_rank(group_rank)} had another part "
+                        "there, or none: call consolidate_state_dict() on all ranks before hvd.shutdown(), save "
+                        "state_dict() on one, and load it on all ranks after hvd.init()"
+                    )
+        self._all, self._sharers = everyone, sharers
+        self._sharing = everyone
+        if sharers.size == 1:
+            self._sharing = everyone.alone()
+        elif sharers.size < everyone.size:
+            token = everyone.all_gather_json(uuid.uuid4().hex, f"opening the hosts of {self._name}")[0]
+            host_groups = host_groups_of(everyone.rank, everyone.hosts)
+            assert host_groups is not None, "there are ranks of a host that share"
+            within = host_groups.within
+            self._sharing = everyone.part(within, token=f"{token}.sharing.{within[0]}")
+
+    def _divide(self, buckets: Sequence[Bucket]) -> None:
+        """Makes the pieces of these buckets. States of pieces that become others' move there, bucket by bucket."""
+        made = [[pieces_of(bucket, rank) for rank in range(self._sharers.size)] for bucket in buckets]
+        owners, earlier = _owners(made), _owners(self._pieces)
+        known = {piece.key: piece for _, piece in self._own()}
+        rank = self._sharers.rank
+        for piece in (piece for pieces in made for piece in pieces[rank]):
+            if (earlier_piece := known.pop(piece.key, None)) is not None:
+                # The key of its state.
+                piece.tensor = earlier_piece.tensor
+        for number, of_ranks in enumerate(self._pieces):
+            names = {piece.name for piece in (piece for pieces in of_ranks for piece in pieces)}
+            moving = {name for name in names if name in owners and owners[name] != earlier[name]}
+            if moving:
+                own = [piece for piece in of_ranks[rank] if piece.name in moving]
+                params = {piece.name: piece.param for pieces in of_ranks for piece in pieces}
+                what = f"moving the state of bucket {number} ({self._name})"
+                assert self._sharing is not None, "`follow` has entered a world"
+                parts = gather_states(own, self._optimizer.state, self._sharing, what, keeps=True)
+                for name, of_all in parts.items():
+                    self._optimizer.state[params[name]] = self._there(params[name], joined(name, params[name], of_all))
+        for piece in known.values():
+            if not piece.is_whole:
+                self._optimizer.state.pop(piece.tensor, None)
+        self._buckets, self._pieces = list(buckets), made
+
+    def _there(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state in CPU memory where the optimizer keeps that of this parameter."""
+        group = next((each for each in self._optimizer.param_groups if any(p is param for p in each["params"])), {})
+        moves_all = group.get("capturable") or group.get("fused")
+        return {
+            key: value.to(param.device)
+            if isinstance(value, Tensor) and (moves_all or value.shape == param.shape)
+            else value
+            for key, value in state.items()
+        }
+
+    def _whole_states(self) -> list[tuple[Tensor, ParameterPiece | None]]:
+        """Returns parameters of whose state this rank has all, and should have its piece's alone; and that piece."""
+        state, mine = self._optimizer.state, {id(piece.param): piece for _, piece in self._own() if piece.is_whole}
+        sliced = {id(piece.param): piece for _, piece in self._own() if not piece.is_whole}
+        params = [each.param for bucket in self._buckets for each in bucket.states]
+        return [(param, sliced.get(id(param))) for param in params if id(param) not in mine and param in state]
+
+    def _take_in(self) -> None:
+        """Keeps a copy of this rank's part of states of whole parameters, as a checkpoint has them, and no other."""
+        state = self._optimizer.state
+        for param, piece in self._whole_states():
+            whole = state.pop(param)
+            if whole and piece is not None:
+                state[piece.tensor] = slice_state(piece, whole, type(self._optimizer).__name__)
+        if self._has_loaded:
+            self._has_loaded = False
+            for key, value in state.items():
+                # PyTorch's method has taken over the tensors of the checkpoint.
+                state[key] = copy.deepcopy(value)
+
+    # -- a step
+
+    def prepare(self, params: Sequence[Tensor]) -> None:
+        """Gives the pieces of ``params`` their averages, clipped, if they are to be clipped. It waits for all ranks."""
+        self._whole = None
+        self.follow()
+        if self._sharers.size == 1:
+            if self._clipper is not None:
+                self._clipper.clip(params)
+            return
+        for bucket in self._buckets:
+            bucket.collect()
+        present = {id(param) for param in params}
+        having = []
+        for bucket, piece in self._own():
+            piece.refresh()
+            if not piece.is_whole:
+                piece.tensor.grad = None if piece.param.grad is None else piece.of(bucket.memory.gradients)
+            if piece.tensor.grad is not None and id(piece.param) in present:
+                having.append(piece.tensor)
+        if self._clipper is not None:
+            self._clip(self._clipper, having)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates this rank's part of the parameters; then all ranks gather them. It waits for all ranks."""
+        loss: float | None = None
+        if closure is not None:
+            # It needs whole parameters, and an optimizer would call it before it looks at any.
+            with torch.enable_grad():
+                loss = closure()
+        if self._sharers.size == 1:
+            own_loss = self._optimizer.step()
+            return own_loss if closure is None else loss
+        tensor_of = {id(piece.param): piece.tensor for _, piece in self._own()}
+        groups = self._optimizer.param_groups
+        parts = [[tensor_of[id(param)] for param in group["params"] if id(param) in tensor_of] for group in groups]
+        with narrowed(groups, parts):
+            own_loss = self._optimizer.step()
+        for _, piece in self._own():
+            piece.tensor.grad = None
+        self._gather_parameters()
+        # Of other ranks' parts they are not averages.
+        self._reducer.step.plan.drop_gradients()
+        return own_loss if closure is None else loss
+
+    def _clip(self, clipper: NormClipper, tensors: Sequence[Tensor]) -> None:
+        # The squares of each rank's part are summed in float64, and these over the ranks in their order.
+        squares = torch.tensor([clipper.squares_of(tensors)], dtype=torch.float64, device="cpu")
+        assert self._sharing is not None, "`follow` has entered a world"
+        self._sharing.all_reduce(squares, f"the norm of the gradients ({self._name})").wait()
+        plans = [bucket.plan for bucket in self._buckets]
+        dtypes = {plan.dtype.to_real() for plan in plans}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        clipper.clip_parts(tensors, squares.sqrt()[0].to(plans[0].device, dtype))
+
+    @torch.no_grad()
+    def _gather_parameters(self) -> None:
+        """Gives all ranks the parameters. Waits for them."""
+        group = self._sharing
+        assert group is not None, "`follow` has entered a world"
+        waits, written = [], []
+        for number, (bucket, pieces) in enumerate(zip(self._buckets, self._pieces, strict=True)):
+            if not bucket.collect():
+                continue
+            # The gradients have been used, and their memory may be the engine's own, which others can read.
+            flat = bucket.memory.gradients
+            others = []
+            for rank, of_rank in enumerate(pieces):
+                for piece in of_rank:
+                    piece.refresh()
+                    if rank == group.rank:
+                        piece.of(flat).copy_(piece.values)
+                    elif piece.values.numel():
+                        others.append((piece.place, piece.values))
+            counts = [stop - start for start, stop in pairwise(bucket.plan.bounds)]
+            waits.append(group.begin_gather(flat, counts, others, f"the parameters of bucket {number} ({self._name})"))
+            written += [state.param for state in bucket.states]
+        for wait in waits:
+            wait()
+        mark_written(written)
+
+    # -- states
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether this rank has its part of the optimizer's state alone."""
+        return self._whole is None and self._sharers.size > 1 and not self._whole_states()
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the optimizer's state dict; where ranks share it, without states of parameters, and this rank's."""
+        optimizer = self._optimizer
+        if self._whole is not None:
+            with showing(optimizer, {**self._others(), **self._whole}):
+                return optimizer.state_dict(), {}
+        if not self.is_divided:
+            with showing(optimizer, {key: value for key, value in optimizer.state.items() if value}):
+                return optimizer.state_dict(), {}
+        if sys._getframe(2).f_globals.get("__name__") == _DCP:
+            raise ValueError(
+                f"torch.distributed.checkpoint: with shard={self._shard.scope!r} this rank has a part alone of the "
+                f"state of {self._name}: call optimizer.consolidate_state_dict(to=None) on all ranks before"
+            )
+        parts = {
+            piece.name: [piece.start, piece.stop, dict(optimizer.state[piece.tensor])]
+            for _, piece in self._own()
+            if optimizer.state.get(piece.tensor)
+        }
+        if parts and not self._has_told:
+            self._has_told = True
+            log.warning(
+                "shard=%r: state_dict() has this rank's part of the state of %s, which only the same rank of as many "
+                "can load: call consolidate_state_dict() on all ranks before, or use hvd.save_checkpoint",
+                self._shard.scope, self._name,
+            )  # fmt: skip
+        with showing(optimizer, self._others()):
+            state = optimizer.state_dict()
+        own = {"scope": self._shard.scope, "rank": self._sharers.rank, "size": self._sharers.size, "parts": parts}
+        return state, own if parts else {}
+
+    def _others(self) -> dict[Any, Any]:
+        """Returns what the optimizer's state has of no parameter."""
+        return {key: value for key, value in self._optimizer.state.items() if not isinstance(key, Tensor)}
+
+    def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
+        """Loads this rank's part of a state, or the state of an optimizer that no ranks share."""
+        self._whole = None
+        if not own:
+            check_whole(self._optimizer, state, slices=self._shard.slices)
+            self._optimizer.load_state_dict(state)
+            self._has_loaded = True
+            return
+        plan = self._reducer.step.plan
+        sharers, buckets = plan.sharers, plan.layout.buckets
+        made = [[pieces_of(bucket, rank) for rank in range(sharers.size)] for bucket in buckets]
+        mine = {piece.name: piece for pieces in made for piece in pieces[sharers.rank]}
+        fits = (own["scope"], own["rank"], own["size"]) == (self._shard.scope, sharers.rank, sharers.size)
+        keys = {(name, start, stop) for name, (start, stop, _) in own["parts"].items()}
+        if not fits or not keys <= {piece.key for piece in mine.values()}:
+            raise ValueError(
+                f"the checkpoint has the part of an optimizer's state of rank {own['rank']} of {own['size']} with "
+                f"shard={own['scope']!r}, and this is rank {sharers.rank} of {sharers.size} with "
+                f"shard={self._shard.scope!r}, or another model: load on each rank what it has saved, or call "
+                "consolidate_state_dict() on all ranks before state_dict() is saved"
+            )
+        self._optimizer.load_state_dict(state)
+        self._sharers, self._buckets, self._pieces = sharers, list(buckets), made
+        for name, (_, _, part) in own["parts"].items():
+            tensor = mine[name].tensor
+            self._optimizer.state[tensor] = self._there(tensor, copy.deepcopy(part))
+
+    def consolidate(self, *, keeps: bool) -> None:
+        """Makes the next `state_dict` that of all ranks, where ``keeps``. Every rank must call it; it waits for all."""
+        self.follow()
+        group = self._sharing
+        assert group is not None, "`follow` has entered a world"
+        if group.size == 1:
+            return
+        whole: dict[Tensor, dict[str, Any]] = {}
+        for number, (bucket, pieces) in enumerate(zip(self._buckets, self._pieces, strict=True)):
+            what = f"consolidating the state of bucket {number} ({self._name})"
+            parts = gather_states(pieces[group.rank], self._optimizer.state, group, what, keeps=keeps)
+            param_of = {state.name: state.param for state in bucket.states}
+            whole.update({param_of[name]: joined(name, param_of[name], of_all) for name, of_all in parts.items()})
+        self._whole = whole if keeps else None
+
+
+def _owners(pieces: Sequence[Sequence[Sequence[ParameterPiece]]]) -> dict[str, list[tuple[int, int, int]]]:
+    """Returns which ranks have which elements of a parameter, by its name."""
+    owners: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for of_bucket in pieces:
+        for rank, of_rank in enumerate(of_bucket):
+            for piece in of_rank:
+                owners[piece.name].append((rank, piece.start, piece.stop))
+    return owners
+
+
+keep_outside_graphs(globals())

@@ -1,0 +1,96 @@
+"""
+`Update`: how an optimizer's own step is taken once its averages are there: of all parameters, or of this rank's part.
+
+    averages in param.grad ── WholeUpdate    each rank clips and updates all parameters
+                           └─ ShardedUpdate  each rank its own part (`sharded_update`)
+
+`averaging_optimizer` has one, by the argument ``shard``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..steps.step import Arrived
+from .clipping import NormClipper
+
+
+class Update(Protocol):
+    """Takes the wrapped optimizer's step, and knows where its state is. Unless said otherwise it is local."""
+
+    arrived: Arrived | None
+    """To be called with parameters whose averages have arrived, while others are still being sent."""
+
+    def prepare(self, params: Sequence[Tensor]) -> None:
+        """Clips the averages of ``params``, which are those to be updated, if they are to be clipped.
+
+        Where ranks share the step, every rank must call it, and waits for all.
+        """
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Takes the step. ``closure``, if there is one, leaves averages in the gradients, and calls `prepare`.
+
+        Where ranks share the step, every rank must call it, and waits for all.
+        """
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the optimizer's state dict, and this rank's part of a state that is not in it."""
+
+    def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned; or the state of an optimizer that is not shared, and nothing else."""
+
+    def consolidate(self, *, keeps: bool) -> None:
+        """Makes the next `state_dict` that of all ranks, where ``keeps``. Every rank must call it; it waits for all."""
+
+
+class WholeUpdate:
+    """Every rank updates all parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, clipper: NormClipper | None) -> None:
+        self._optimizer = optimizer
+        self._clipper = clipper
+        self.arrived: Arrived | None = None if clipper is None else clipper.measure
+
+    def prepare(self, params: Sequence[Tensor]) -> None:
+        """Clips the averages of ``params``, if they are to be clipped."""
+        if self._clipper is not None:
+            self._clipper.clip(params)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Takes the step."""
+        return self._optimizer.step() if closure is None else self._optimizer.step(closure)
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the optimizer's state dict."""
+        return self._optimizer.state_dict(), {}
+
+    def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
+        """Loads the optimizer's state. Raises ValueError for one rank's part of a state."""
+        if own:
+            raise ValueError(
+                f"the checkpoint has one rank's part of an optimizer's state, saved with shard={own['scope']!r}: wrap "
+                "the optimizer with the same, or call consolidate_state_dict() on all ranks before it is saved"
+            )
+        self._optimizer.load_state_dict(state)
+
+    def consolidate(self, *, keeps: bool) -> None:
+        """Does nothing: every rank has all of the state."""
+
+
+@contextmanager
+def narrowed(groups: Sequence[dict[str, Any]], parts: Sequence[list[Tensor]]) -> Iterator[None]:
+    """A context in which an optimizer's parameter groups hold only these parameters, a list for each group."""
+    before = [group["params"] for group in groups]
+    try:
+        # In place, since an optimizer inside the optimizer may refer to the same groups.
+        for group, part in zip(groups, parts, strict=True):
+            group["params"] = part
+        yield
+    finally:
+        for group, params in zip(groups, before, strict=True):
+            group["params"] = params

@@ -1,0 +1,581 @@
+"""``shard=``: each rank updates its part of the parameters, with the bits of ranks that update all of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint.state_dict as dcp
+from ranks import attempt_ranks, run_ranks, set_of
+from torch import Tensor, nn
+from worlds import run_worlds
+
+import hvdlite as hvd
+from hvdlite.comm.group import Group
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+OF_TORCH: dict[str, Make] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "SGD nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": lambda params: torch.optim.Adam(params, amsgrad=True, weight_decay=0.01),
+    "AdamW": torch.optim.AdamW,
+    "AdamW foreach": lambda params: torch.optim.AdamW(params, foreach=True),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "SGD fused": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Adamax": torch.optim.Adamax,
+    "RMSprop": lambda params: torch.optim.RMSprop(params, centered=True, momentum=0.5),
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+    "Adafactor": torch.optim.Adafactor,
+    "Muon": lambda params: torch.optim.Muon([param for param in params if param.dim() == 2]),
+}
+
+
+class Uneven(nn.Module):
+    """A model with parameters of many sizes, one of no elements, and one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(33, 70)
+        self.last = nn.Linear(70, 5, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.unused = nn.Parameter(torch.ones(40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x))) * self.scale
+
+
+MODEL = Uneven()
+
+
+def batch_of(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 33, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def trained(
+    group: Group, make: Make, *, steps: int = 3, model: nn.Module = MODEL, **options: Any
+) -> tuple[nn.Module, hvd.DistributedOptimizer]:
+    model = copy.deepcopy(model)
+    inner = make(list(model.parameters()))
+    optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), bucket_cap_mb=0.003, **options)
+    take_steps(group, model, optimizer, range(steps))
+    return model, optimizer
+
+
+def take_steps(group: Group, model: nn.Module, optimizer: hvd.DistributedOptimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(batch_of(group.rank, step)).square().mean().backward()
+        optimizer.step()
+
+
+def bits(model: nn.Module) -> list[bytes]:
+    return [param.detach().contiguous().numpy().tobytes() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_every_optimizer_of_torch_has_the_bits_that_it_has_on_ranks_that_update_everything(name, size):
+    def train(group: Group) -> None:
+        whole, _ = trained(group, OF_TORCH[name])
+        shared, optimizer = trained(group, OF_TORCH[name], shard="world")
+        assert bits(shared) == bits(whole)
+        updated = [param for group in optimizer.param_groups for param in group["params"]]
+        assert all(param.grad is None for param in updated) or size == 1
+        optimizer.close()
+
+    run_ranks(size, train, engine="shared memory")
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "SGD nesterov"])
+def test_a_consolidated_state_is_that_of_one_rank_that_updates_everything(name):
+    def train(group: Group) -> tuple[dict[str, Any], dict[str, Any], float]:
+        _, plain = trained(group, OF_TORCH[name])
+        _, optimizer = trained(group, OF_TORCH[name], shard="world")
+        optimizer.consolidate_state_dict(to=1)
+        return optimizer.state_dict(), plain.state_dict(), nbytes_of(optimizer) / nbytes_of(plain)
+
+    outcomes = run_ranks(3, train, engine="shared memory")
+    assert_equal_states(*outcomes[1][:2])
+    assert sum(part for *_, part in outcomes) < 1.05
+
+
+def nbytes_of(optimizer: torch.optim.Optimizer) -> int:
+    return sum(v.nbytes for each in optimizer.state.values() for v in each.values() if isinstance(v, Tensor))
+
+
+def assert_equal_states(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got["param_groups"] == expected["param_groups"]
+    assert got["state"].keys() == expected["state"].keys()
+    for number, each in expected["state"].items():
+        assert got["state"][number].keys() == each.keys()
+        for key, value in each.items():
+            assert torch.equal(torch.as_tensor(got["state"][number][key]), torch.as_tensor(value)), (number, key)
+
+
+# -- beside everything else that an optimizer can do
+
+
+class Embedded(Uneven):
+    """Has a parameter that is frozen at first, one in channels_last, and one of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Parameter(torch.full((20, 5), 0.5), requires_grad=False)
+        self.image = nn.Conv2d(3, 16, 3).to(memory_format=torch.channels_last)
+        self.phase = nn.Parameter(torch.full((40,), 0.5 + 0.1j))
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.image(x[:, :27].reshape(-1, 3, 3, 3)).flatten(1).mean(dim=1, keepdim=True)
+        return super().forward(x) @ self.late.t() + image + (self.phase.abs().sum())
+
+
+EMBEDDED = Embedded()
+
+
+def scaled(optimizer: hvd.DistributedOptimizer, model: nn.Module, loss: Tensor, step: int) -> None:
+    scaler = model.__dict__.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1))
+    scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def clipped(optimizer: hvd.DistributedOptimizer, model: nn.Module, loss: Tensor, step: int) -> None:
+    loss.backward()
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def weighted(optimizer: hvd.DistributedOptimizer, model: nn.Module, loss: Tensor, step: int) -> None:
+    optimizer.weighted(loss, 3 + step).backward()
+    optimizer.step()
+
+
+def accumulated(optimizer: hvd.DistributedOptimizer, model: nn.Module, loss: Tensor, step: int) -> None:
+    with optimizer.no_sync():
+        loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+
+
+def with_closure(optimizer: hvd.DistributedOptimizer, model: nn.Module, loss: Tensor, step: int) -> None:
+    def closure() -> float:
+        loss.backward()
+        return 7.0
+
+    assert optimizer.step(closure) == 7.0
+
+
+def thawed(optimizer: hvd.DistributedOptimizer, model: nn.Module, loss: Tensor, step: int) -> None:
+    loss.backward()
+    optimizer.step()
+    if step == 1:
+        model.late.requires_grad_(True)
+
+
+def grown(optimizer: hvd.DistributedOptimizer, model: nn.Module, loss: Tensor, step: int) -> None:
+    loss.backward()
+    optimizer.step()
+    if step == 1:
+        model.added = nn.Parameter(torch.ones(50))
+        optimizer.add_param_group({"params": [model.added], "lr": 0.01})
+    if step >= 1:
+        model.added.grad = None
+
+
+def shrunk(optimizer: hvd.DistributedOptimizer, model: nn.Module, loss: Tensor, step: int) -> None:
+    if step == 2:
+        # All buckets are planned anew, so that states move between ranks.
+        params = optimizer.param_groups[0]["params"]
+        params[:] = [param for param in params if param is not model.last.weight]
+    loss.backward()
+    optimizer.step()
+
+
+def moved(optimizer: hvd.DistributedOptimizer, model: nn.Module, loss: Tensor, step: int) -> None:
+    loss.backward()
+    optimizer.step()
+    for param in model.parameters():
+        param.data = param.data.clone(memory_format=torch.preserve_format)
+
+
+def scheduled(optimizer: hvd.DistributedOptimizer, model: nn.Module, loss: Tensor, step: int) -> None:
+    if step == 0:
+        model.__dict__["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.3)
+    loss.backward()
+    optimizer.step()
+    model.scheduler.step()
+
+
+def reloaded(optimizer: hvd.DistributedOptimizer, model: nn.Module, loss: Tensor, step: int) -> None:
+    loss.backward()
+    optimizer.step()
+    # Each rank its own part.
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+WAYS = [scaled, clipped, weighted, accumulated, with_closure, thawed, grown, shrunk, moved, scheduled, reloaded]
+
+
+def steps_in(way: Callable[..., None], group: Group, make: Make, **options: Any) -> nn.Module:
+    model = copy.deepcopy(EMBEDDED)
+    # PyTorch's GradScaler has no complex numbers.
+    model.phase.requires_grad_(way is not scaled)
+    optimizer = hvd.DistributedOptimizer(
+        make(list(model.parameters())), process_set=set_of(group), bucket_cap_mb=0.003, **options
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        way(optimizer, model, model(batch_of(group.rank, step)).square().mean(), step)
+    optimizer.close()
+    return model
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_has_the_same_bits_beside_what_else_a_program_does(way):
+    def train(group: Group) -> None:
+        for make in (torch.optim.AdamW, PerParameter):
+            assert bits(steps_in(way, group, make, shard="world")) == bits(steps_in(way, group, make)), make
+
+    run_ranks(3, train, engine="shared memory")
+
+
+class PerParameter(torch.optim.SGD):
+    """Divides each gradient by its norm, as LARS does: a part of a parameter would give something else."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.5)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.div_(param.grad.norm())
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": hvd.Compression.fp16},
+        {"compression": hvd.Compression.bf16},
+        {"op": hvd.Sum},
+        {"gradient_predivide_factor": 2.0},
+        {"backward_passes_per_step": 1, "compression": hvd.Compression.int8},
+        {"groups": 2},
+    ],
+    ids=str,
+)
+def test_it_has_the_same_bits_with_other_arguments(options):
+    def train(group: Group) -> None:
+        whole, _ = trained(group, torch.optim.AdamW, **options)
+        assert bits(trained(group, torch.optim.AdamW, shard="host", **options)[0]) == bits(whole)
+
+    run_all(2, train, ["node", "node"])
+    run_all(4, train, ["a", "a", "b", "b"], "gloo")
+
+
+def run_all(size: int, train: Callable[[Group], Any], hosts: list[str], engine: str = "shared memory") -> list[Any]:
+    outcomes = attempt_ranks(size, train, engine=engine, hosts=hosts)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes
+
+
+@pytest.mark.parametrize("hosts", [["a", "a", "b", "b"], ["a", "b", "b"], ["a", "b", "c"]], ids=str)
+def test_ranks_of_several_hosts_share_a_state_within_each_host_or_all_together(hosts):
+    def train(group: Group) -> tuple[int, int]:
+        whole, plain = trained(group, torch.optim.AdamW)
+        sizes = []
+        for shard in ("host", "world"):
+            shared, optimizer = trained(group, torch.optim.AdamW, shard=shard)
+            for param, expected in zip(shared.parameters(), whole.parameters(), strict=True):
+                torch.testing.assert_close(param, expected)
+            optimizer.consolidate_state_dict()
+            sizes.append(nbytes_of(optimizer) / nbytes_of(plain))
+        return sizes
+
+    sizes = run_all(len(hosts), train, hosts, "gloo")
+    of_host, of_world = (sum(of) for of in zip(*sizes, strict=True))
+    assert of_world < 1.1
+    assert of_host == pytest.approx(2 if len(hosts) == 4 else len(hosts), rel=0.05)
+
+
+def test_the_norm_of_all_parts_is_that_of_the_gradients():
+    def train(group: Group) -> None:
+        whole, plain = trained(group, torch.optim.SGD, max_norm=0.01)
+        shared, optimizer = trained(group, torch.optim.SGD, max_norm=0.01, shard="world")
+        torch.testing.assert_close(optimizer.grad_norm, plain.grad_norm)
+        for param, expected in zip(shared.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(param, expected)
+        return optimizer.grad_norm
+
+    norms = run_ranks(3, train, engine="shared memory")
+    assert norms[0] == norms[1] == norms[2] > 0.01
+
+
+# -- checkpoints
+
+
+def equal_batches(group: Group, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Takes a step in which all ranks have the same batch, so that averages of 1, 2 and 4 ranks have the same bits."""
+    optimizer.zero_grad()
+    model(batch_of(0, 50)).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_a_consolidated_state_goes_on_at_any_number_of_ranks_and_without_them(name):
+    def save(group: Group) -> Any:
+        model = copy.deepcopy(MODEL)
+        inner = OF_TORCH[name](list(model.parameters()))
+        optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), bucket_cap_mb=0.003, shard="world")
+        for _ in range(2):
+            equal_batches(group, model, optimizer)
+        optimizer.consolidate_state_dict()
+        return model.state_dict(), copy.deepcopy(optimizer.state_dict())
+
+    def load(group: Group, shard: str | None) -> None:
+        model = copy.deepcopy(MODEL)
+        inner = OF_TORCH[name](list(model.parameters()))
+        optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), bucket_cap_mb=0.003, shard=shard)
+        model.load_state_dict(saved[0])
+        # What PyTorch's own load_state_dict is given becomes the optimizer's.
+        before = copy.deepcopy(saved[1])
+        optimizer.load_state_dict(saved[1] if shard else before)
+        equal_batches(group, model, optimizer)
+        optimizer.consolidate_state_dict()
+        if group.rank == 0:
+            assert_equal_states(optimizer.state_dict(), expected)
+        assert_equal_states(saved[1], original)
+        assert bits(model) == bits(goes_on)
+
+    results = [run_ranks(size, save, engine="shared memory")[0] for size in (1, 2, 4)]
+    saved = results[0]
+    original = copy.deepcopy(saved[1])
+    for other in results[1:]:
+        assert_equal_states(other[1], saved[1])
+    goes_on = copy.deepcopy(MODEL)
+    goes_on.load_state_dict(saved[0])
+    plain = OF_TORCH[name](list(goes_on.parameters()))
+    plain.load_state_dict(copy.deepcopy(saved[1]))
+    equal_batches(None, goes_on, plain)
+    expected = plain.state_dict()
+    for size in (1, 2, 4):
+        for shard in (None, "world", "host"):
+            run_ranks(size, lambda group, shard=shard: load(group, shard), engine="shared memory")
+
+
+def test_torchs_distributed_checkpoint_gets_whole_states_or_an_error_and_loads_them():
+    def train(rank: int) -> None:
+        def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+            model = copy.deepcopy(MODEL)
+            # It wants a state of every parameter that requires a gradient.
+            model.unused.requires_grad_(False)
+            model.nothing.requires_grad_(False)
+            inner = torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
+            return model, hvd.DistributedOptimizer(inner, model.named_parameters(), shard="world")
+
+        def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+            optimizer.zero_grad()
+            model(batch_of(rank, number)).square().mean().backward()
+            optimizer.step()
+
+        model, optimizer = make()
+        step(model, optimizer, 0)
+        with pytest.raises(ValueError, match=r"consolidate_state_dict\(to=None\) on all ranks"):
+            dcp.get_optimizer_state_dict(model, optimizer)
+        optimizer.consolidate_state_dict(to=None)
+        saved = copy.deepcopy(dcp.get_optimizer_state_dict(model, optimizer))
+        assert saved["state"]["first.weight"]["exp_avg"].shape == (70, 33)
+        other, again = make()
+        # It takes a step of its own on an optimizer without state.
+        dcp.set_optimizer_state_dict(other, again, saved)
+        other.load_state_dict(model.state_dict())
+        step(model, optimizer, 1)
+        step(other, again, 1)
+        assert bits(model) == bits(other)
+
+    run_worlds(2, train)
+
+
+def test_a_rank_loads_its_own_part_and_no_other():
+    def train(group: Group) -> None:
+        _, optimizer = trained(group, torch.optim.AdamW, shard="world")
+        own = optimizer.state_dict()
+        assert own["state"] == {}
+        _, other = trained(group, torch.optim.AdamW, shard="host", steps=0)
+        with pytest.raises(ValueError, match=r"of rank \d of 2 with shard='world'.*consolidate_state_dict"):
+            other.load_state_dict(own)
+        with pytest.raises(ValueError, match="one rank's part of an optimizer's state, saved with shard='world'"):
+            trained(group, torch.optim.AdamW, steps=0)[1].load_state_dict(own)
+
+    run_ranks(2, train, engine="shared memory")
+
+
+def test_a_state_with_something_missing_or_of_another_model_is_refused():
+    def train(group: Group) -> None:
+        _, plain = trained(group, torch.optim.AdamW)
+        _, optimizer = trained(group, torch.optim.AdamW, shard="world", steps=0)
+        state = plain.state_dict()
+        cut = copy.deepcopy(state)
+        del cut["state"][3]["exp_avg_sq"]
+        with pytest.raises(ValueError, match=r"parameter 3 has no 'exp_avg_sq'.*incomplete"):
+            optimizer.load_state_dict(cut)
+        wrong = copy.deepcopy(state)
+        wrong["state"][3]["exp_avg"] = torch.zeros(3, 3)
+        with pytest.raises(ValueError, match=r"'exp_avg' of parameter 3 has shape \(3, 3\).*another model"):
+            optimizer.load_state_dict(wrong)
+        assert not optimizer.state
+
+    run_ranks(1, train)
+
+
+def test_ranks_that_have_counted_different_steps_say_so_when_they_consolidate():
+    def train(group: Group) -> None:
+        _, optimizer = trained(group, torch.optim.AdamW, shard="world")
+        for each in optimizer.state.values():
+            each["step"] += group.rank
+        optimizer.consolidate_state_dict()
+
+    first, *_ = attempt_ranks(2, train, engine="shared memory")
+    assert isinstance(first, hvd.GradientError)
+    assert "different values of 'step'" in str(first)
+
+
+def test_the_state_of_a_root_is_sent_before_the_first_step_and_refused_after_it():
+    def train(rank: int) -> None:
+        params = [nn.Parameter(torch.ones(100)), nn.Parameter(torch.ones(30))]
+        optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(params), shard="world")
+        if rank == 0:
+            state = {"step": torch.tensor(3.0), "exp_avg": torch.zeros(100), "exp_avg_sq": torch.ones(100)}
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: state}})
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        params[0].sum().backward()
+        optimizer.step()
+        assert [int(each["step"]) for each in optimizer.state.values()] == [4]
+        with pytest.raises(TypeError, match="each rank has a part of it"):
+            hvd.broadcast_optimizer_state(optimizer, 0)
+
+    run_worlds(2, train)
+
+
+# -- what does not work
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"shard": "node"}, "shard='node' is neither \"world\""),
+        ({"shard": True}, 'shard=True is neither "world"'),
+        ({"shard": "world", "op": hvd.Adasum}, "shard='world' does not work with op=hvd.Adasum"),
+        ({"shard": "host", "outer": hvd.LocalSGD(4)}, "shard='host' does not work with outer="),
+        ({"shard": "host", "step_on_arrival": True}, "shard='host' does not work with step_on_arrival=True"),
+        ({"shard": "host", "autotune": True}, "autotune=True: it measures all-reduces, which shard='host' replaces"),
+    ],
+    ids=str,
+)
+def test_what_does_not_work_beside_it_is_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        run_worlds(1, lambda _: hvd.DistributedOptimizer(torch.optim.SGD(MODEL.parameters()), **options))
+
+
+def test_ranks_with_different_arguments_get_an_error_on_all_of_them():
+    outcomes = attempt_ranks(
+        2, lambda group: trained(group, torch.optim.SGD, shard=("world", None)[group.rank]), engine="shared memory"
+    )
+    assert all(isinstance(each, hvd.MismatchError) and "shard" in str(each) for each in outcomes), outcomes
+
+
+def test_no_rank_may_join():
+    def train(rank: int) -> None:
+        params = [nn.Parameter(torch.ones(100))]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params), shard="world")
+        params[0].sum().backward()
+        optimizer.step()
+        with pytest.raises(hvd.GradientError, match=r"hvd\.join\(\) does not work with shard='world'"):
+            hvd.join()
+
+    run_worlds(2, train)
+
+
+def test_sparse_gradients_are_refused_on_all_ranks_unless_they_are_sent_as_dense_ones():
+    def train(group: Group, **options: Any) -> None:
+        model = nn.Embedding(50, 8, sparse=True)
+        nn.init.ones_(model.weight)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), shard="world", **options)
+        model(torch.tensor([group.rank, 3])).sum().backward()
+        optimizer.step()
+        return model.weight.detach()
+
+    for each in attempt_ranks(2, train, engine="shared memory"):
+        assert isinstance(each, hvd.GradientError)
+        assert "sparse gradient, which shard='world' does not divide" in str(each)
+    first, second = run_ranks(2, lambda group: train(group, sparse_as_dense=True), engine="shared memory")
+    assert torch.equal(first, second)
+    assert first[3, 0] == pytest.approx(0.9)
+    assert first[1, 0] == pytest.approx(0.95)
+
+
+def test_a_parameter_with_gaps_in_its_memory_is_refused():
+    def train(group: Group) -> None:
+        param = nn.Parameter(torch.ones(64, 4)[:, ::2])
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1), process_set=set_of(group), shard="world")
+        param.sum().backward()
+        optimizer.step()
+
+    for each in attempt_ranks(2, train, engine="shared memory"):
+        assert isinstance(each, hvd.GradientError)
+        assert "has gaps in its memory" in str(each)
+
+
+def test_an_optimizer_in_parts_is_neither_pickled_nor_kept_by_an_elastic_state():
+    def train(group: Group) -> None:
+        _, optimizer = trained(group, torch.optim.SGD, shard="world", steps=0)
+        with pytest.raises(TypeError, match="with shard= cannot be pickled or copied"):
+            copy.deepcopy(optimizer)
+        with pytest.raises(ValueError, match=r"hvd\.elastic\.TorchState: with shard='world'"):
+            hvd.elastic.TorchState(optimizer=optimizer)
+
+    run_ranks(1, train)
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes"),
+    [
+        (torch.optim.AdamW, [3]),
+        (torch.optim.AdamW, [100000, 1, 2]),
+        (torch.optim.AdamW, [0, 5]),
+        (torch.optim.Adafactor, [100000, 1, 2]),
+    ],
+)
+def test_there_may_be_fewer_parameters_than_ranks_or_one_that_is_much_larger(sizes, make):
+    def train(group: Group, **options: Any) -> list[Tensor]:
+        params = [nn.Parameter(torch.ones(size)) for size in sizes]
+        optimizer = hvd.DistributedOptimizer(make(params), process_set=set_of(group), **options)
+        for step in range(2):
+            optimizer.zero_grad()
+            sum((param * (group.rank + step + 1)).sin().sum() for param in params).backward()
+            optimizer.step()
+        return [param.detach() for param in params]
+
+    whole = run_ranks(4, train, engine="shared memory")
+    for got, expected in zip(
+        run_ranks(4, lambda g: train(g, shard="world"), engine="shared memory"), whole, strict=True
+    ):
+        assert all(map(torch.equal, got, expected))
