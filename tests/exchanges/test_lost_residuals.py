@@ -257,18 +257,20 @@ def test_residuals_are_copied_only_where_a_step_may_be_taken_back(monkeypatch):
     on("2 hosts", rank, engine="shared memory")
 
 
-@each_form
-def test_what_a_rank_has_of_the_shard_of_another_waits_for_a_step_with_a_finite_gradient(name):
-    hosts = {"uneven": ["a", "a", "b", "b", "b"], "even": ["a", "a", "b", "b"]}
-    given = torch.randn(1200, generator=torch.Generator().manual_seed(7))
-
-    def begin(group: Group) -> Any:
+def states_on_uneven_hosts(name: str) -> list[Any]:
+    def rank(group: Group) -> Any:
         training = Training(group.rank, name, process_set=set_of(group))
         for step in range(3):
             training.take_step(step)
         return training.optimizer.state_dict()
 
-    states = on(hosts["uneven"], begin, engine="shared memory")
+    return on(["a", "a", "b", "b", "b"], rank, engine="shared memory")
+
+
+@each_form
+def test_what_a_rank_has_of_the_shard_of_another_waits_for_a_step_with_a_finite_gradient(name):
+    states = states_on_uneven_hosts(name)
+    given = torch.randn(1200, generator=torch.Generator().manual_seed(7))
 
     def go_on(group: Group) -> Any:
         training = Training(group.rank, name, process_set=set_of(group))
@@ -284,7 +286,7 @@ def test_what_a_rank_has_of_the_shard_of_another_waits_for_a_step_with_a_finite_
             found.append((None if grad is None else grad.clone(), training.optimizer.state_dict()))
         return found
 
-    for step, found in enumerate(zip(*on(hosts["even"], go_on, engine="shared memory"), strict=True)):
+    for step, found in enumerate(zip(*on(["a", "a", "b", "b"], go_on, engine="shared memory"), strict=True)):
         kinds = {kind for _, state in found for kind in residuals_of(state).get("p0", ())}
         assert ("rest" in kinds) == (step < 2)
         kept = sum(kept_of(state)[0] for _, state in found)
@@ -302,15 +304,7 @@ def test_what_a_rank_has_of_the_shard_of_another_waits_for_a_step_with_a_finite_
 
 @each_form
 def test_what_waits_for_another_rank_stays_with_an_infinity_elsewhere_and_is_not_kept_twice(name):
-    hosts = {"uneven": ["a", "a", "b", "b", "b"], "even": ["a", "a", "b", "b"]}
-
-    def begin(group: Group) -> Any:
-        training = Training(group.rank, name, process_set=set_of(group))
-        for step in range(3):
-            training.take_step(step)
-        return training.optimizer.state_dict()
-
-    states = on(hosts["uneven"], begin, engine="shared memory")
+    states = states_on_uneven_hosts(name)
 
     def go_on(group: Group) -> Any:
         training = Training(group.rank, name, bucket_cap_mb=None, process_set=set_of(group))
@@ -323,7 +317,7 @@ def test_what_waits_for_another_rank_stays_with_an_infinity_elsewhere_and_is_not
         training.optimizer.synchronize()
         return [param.grad for param in training.params], training.optimizer.state_dict()
 
-    found = on(hosts["even"], go_on, engine="shared memory")
+    found = on(["a", "a", "b", "b"], go_on, engine="shared memory")
     kept = [sum(parts) for parts in zip(*(kept_of(state) for _, state in found), strict=True)]
     before = [sum(parts) for parts in zip(*(kept_of(state) for state in states[:4]), strict=True)]
     for grads, after, expected in zip(zip(*(grads for grads, _ in found), strict=True), kept, before, strict=True):
