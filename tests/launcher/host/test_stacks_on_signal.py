@@ -65,6 +65,24 @@ def test_a_program_that_does_not_import_torch_registers_nothing(tmp_path, progra
     assert stacks_after(tmp_path, "-c", program)[0] == 0
 
 
+STATE = "import gc; say = lambda *words: print(*words, gc.isenabled(), gc.get_freeze_count()); "
+
+
+@pytest.mark.parametrize("end", ["", "; raise ImportError('no torch')"])
+def test_torch_is_imported_without_collections_which_go_on_afterwards(tmp_path, end):
+    (tmp_path / "torch.py").write_text(f"{STATE}say('in torch'){end}")
+    program = STATE + "import contextlib\nwith contextlib.suppress(ImportError): import torch\nsay('after')"
+    assert stacks_after(tmp_path, "-c", program)[1] == "in torch False 0\nafter True 0\n"
+
+
+def test_a_program_that_has_no_collections_or_holds_objects_back_from_them_keeps_it_so(tmp_path):
+    (tmp_path / "torch.py").write_text(f"{STATE}say('in torch')")
+    out = stacks_after(tmp_path, "-c", STATE + "gc.disable(); import torch; say('after')")[1]
+    assert out == "in torch False 0\nafter False 0\n"
+    frozen = STATE + "gc.freeze(); count = gc.get_freeze_count(); import torch; print(count == gc.get_freeze_count())"
+    assert re.fullmatch(r"in torch True [1-9]\d*\nTrue\n", stacks_after(tmp_path, "-c", frozen)[1])
+
+
 @pytest.mark.parametrize("option", ["-I", "-E", "-S"])
 def test_a_program_that_wants_no_such_module_runs_without_it(tmp_path, option):
     assert stacks_after(tmp_path, option, "-c", "print('runs')") == (0, "runs\n")
