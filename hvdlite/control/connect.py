@@ -30,10 +30,7 @@ from ..calls.mailbox import DOWN, UP, Mailbox, mailbox_pair
 from ..calls.messages import FromRank0, ToRank0, Welcome
 from ..comm.gloo import InitTimeout
 from ..comm.group import Group
-from ..coordinator.coordinator import Coordinator
-from ..coordinator.negotiation import Negotiation
 from ..coordinator.stall import StallRules
-from ..coordinator.stragglers import StragglerWatch
 from ..environment import Environment
 from ..errors import CommunicationError
 from ..rendezvous.host_address import address_for_others, no_connection_between
@@ -81,6 +78,11 @@ def make_controller(
 def _lead(
     group: Group, generation: Generation, nodes: Sequence[str], stall: StallRules, environment: Environment
 ) -> tuple[ControlClient, list[FromRank0]]:
+    # Imported here, since on a host with many ranks the others need not wait for it.
+    from ..coordinator.coordinator import Coordinator  # noqa: PLC0415
+    from ..coordinator.negotiation import Negotiation  # noqa: PLC0415
+    from ..coordinator.stragglers import StragglerWatch  # noqa: PLC0415
+
     listener = _listen(group, nodes)
     address = listener.getsockname()
     stragglers = StragglerWatch(group.hosts, environment.straggler_warning)

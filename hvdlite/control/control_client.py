@@ -12,7 +12,7 @@ which `calls.messages` lists, to them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import forks
 from ..calls.call_sites import places_of_threads
@@ -44,7 +44,6 @@ from ..calls.messages import (
 from ..calls.operation import OPTIMIZER, Operation
 from ..comm.group import Group
 from ..comm.step_clock import RankPace
-from ..coordinator.coordinator import Coordinator
 from ..errors import CommunicationError, HvdliteError, MismatchError, PeerLostError
 from ..shm.board import HasBoard
 from .callers import Callers
@@ -54,6 +53,9 @@ from .joins import Joins
 from .pace_reports import PaceReports
 from .rank0_connection import LOOK_S, Rank0Connection
 from .requests import Requests
+
+if TYPE_CHECKING:
+    from ..coordinator.coordinator import Coordinator
 
 _ERRORS: dict[str, type[HvdliteError]] = {
     error.__name__: error for error in (MismatchError, CommunicationError, PeerLostError)

@@ -60,7 +60,7 @@ class KeptSegment(Segment):
             return None
         # Several are missing where there was no memory for those of an earlier engine.
         while number >= len(self._slots):
-            self._slots.append(self.allocate(nbytes, is_permanent=True))
+            self._slots.append(self.allocate(nbytes, is_permanent=True, populates=False))
         return self._slots[number]
 
     def begin(self, is_gone: Callable[[int], bool]) -> None:

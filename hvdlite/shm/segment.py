@@ -102,8 +102,10 @@ class Segment:
         weakref.finalize(self, _close_all, self._fds).atexit = False
         forks.when_forked(self)
 
-    def allocate(self, nbytes: int, *, is_permanent: bool = False) -> Piece:
+    def allocate(self, nbytes: int, *, is_permanent: bool = False, populates: bool = True) -> Piece:
         """Returns new memory, all zeros. Raises a NoMemoryError if there is not enough.
+
+        ``populates`` is as in `see`: the memory is this rank's in either case.
 
         A piece that others may read after this rank has moved on or ended must be ``is_permanent``: it lasts as long as
         the file.
@@ -116,7 +118,7 @@ class Segment:
             try:
                 # Reserved now: if memory were missing at the first write, a SIGBUS would end the process.
                 os.posix_fallocate(self._fd, offset, length)
-                piece = _map(self._fd, offset, length, unmaps=is_permanent)
+                piece = _map(self._fd, offset, length, unmaps=is_permanent, populates=populates)
             except (OSError, ValueError) as error:
                 os.ftruncate(self._fd, offset)
                 reason = getattr(error, "strerror", None) or str(error)

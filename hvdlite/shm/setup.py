@@ -121,8 +121,10 @@ class _Own:
         self.segment = segment
         self._file = Segment()
         self.block = self._file.allocate(CONTROL_BLOCK_BYTES, is_permanent=True)
+        # No page of any slots is mapped before its first use: many engines use none, and maps of all ranks' pages in
+        # each rank would take most of the time of opening an engine.
         kept = segment.take_slots(SLOTS_BYTES)
-        self.slots = self._file.allocate(SLOTS_BYTES, is_permanent=True) if kept is None else kept
+        self.slots = kept or self._file.allocate(SLOTS_BYTES, is_permanent=True, populates=False)
         token = ControlBlock(self.block).token = secrets.randbits(63)
         self.info: dict[str, Any] = {
             "host": socket.gethostname(),
@@ -151,8 +153,8 @@ class _Own:
         if ControlBlock(block).token != info["token"]:
             raise NoMemoryError(elsewhere)
         if info["are_slots_kept"]:
-            return block, self.segment.see(_segment_of(info), info["slots"], SLOTS_BYTES)
-        return block, self._file.see(file, info["slots"], SLOTS_BYTES)
+            return block, self.segment.see(_segment_of(info), info["slots"], SLOTS_BYTES, populates=False)
+        return block, self._file.see(file, info["slots"], SLOTS_BYTES, populates=False)
 
 
 def _make_own(segment: Segment | NoMemoryError) -> _Own | NoMemoryError:

@@ -32,7 +32,7 @@ MOST_BYTES = 1 << 16
 _PIPES = 3
 # What programs use first. Making an optimizer imports torch._dynamo, which takes as long as torch itself.
 _NAMES = ("init", "allreduce", "broadcast_parameters", "DistributedOptimizer", "elastic")
-_MODULES = ("torch._dynamo", "hvdlite.torch")
+_MODULES = ("torch._dynamo", "hvdlite.torch", "hvdlite.coordinator.coordinator")
 
 
 def serve(fd: int, agent: int) -> None:

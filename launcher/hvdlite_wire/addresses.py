@@ -7,8 +7,10 @@ Interface names are never compared between hosts, where they may differ.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import socket
+import struct
 from collections.abc import Iterator
 
 LOOPBACK = "127.0.0.1"
@@ -18,6 +20,8 @@ ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 DISCARD_PORT = 9
 """A port at which usually nothing listens."""
+
+_SIOCGIFADDR = 0x8915  # Linux's
 
 
 def interfaces() -> dict[str, list[str]]:
@@ -34,10 +38,22 @@ def interfaces() -> dict[str, list[str]]:
 def interface_with(address: str) -> str | None:
     """Returns the name of the interface with this address, or None."""
     wanted = ipaddress.ip_address(address)
+    return next((name for name, own in _all_addresses() if ipaddress.ip_address(own) == wanted), None)
+
+
+def _all_addresses() -> Iterator[tuple[str, str]]:
+    """Yields the name and an address of each interface: first what the kernel tells without an import of psutil.
+
+    That is each interface's first IPv4 address, loopback's among them.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(asks, _SIOCGIFADDR, struct.pack("40s", name.encode()))
+                yield name, socket.inet_ntoa(answer[20:24])
     for name, addresses in interfaces().items():
-        if any(ipaddress.ip_address(own) == wanted for own in addresses):
-            return name
-    return None
+        for own in addresses:
+            yield name, own
 
 
 def addresses_towards(target: str) -> Iterator[str]:

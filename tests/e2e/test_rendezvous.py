@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -43,6 +44,34 @@ def test_a_program_that_a_rank_starts_is_refused_its_place_at_once_and_the_ranks
     )
     out = _ended_well(launch("-np", "2", sys.executable, str(program)))
     assert sorted(out.splitlines()) == ["[0]<stdout>:2.0", "[1]<stdout>:2.0"]
+
+
+COUNTS_REQUESTS = """
+import threading
+import hvdlite as hvd
+from hvdlite.rendezvous.store_client import StoreClient
+from hvdlite_wire.store_requests import StoreRequest
+ask, asked = StoreClient.request, []
+def request(self, what, *rest):
+    # A wait for late ranks is asked again from time to time, and other threads have requests of their own.
+    if what is not StoreRequest.WAIT and threading.current_thread() is threading.main_thread():
+        asked.append(what)
+    return ask(self, what, *rest)
+StoreClient.request = request
+hvd.init()
+print("asked", len(asked), flush=True)
+"""
+
+
+def test_a_rank_asks_the_store_no_more_often_where_there_are_more_ranks(launch):
+    counts = {}
+    for size in (2, 4, 8):
+        out = _ended_well(launch("-np", f"{size}", *_python(COUNTS_REQUESTS)))
+        found = re.findall(r"asked (\d+)", out)
+        assert len(found) == size
+        counts[size] = set(map(int, found))
+    assert counts[2] == counts[4] == counts[8]
+    assert max(counts[2]) < 20
 
 
 @pytest.mark.night

@@ -422,6 +422,21 @@ def test_a_rank_maps_only_its_share_of_what_others_reduce_in_place() -> None:
     run_engines(2, on_rank)
 
 
+def test_a_rank_maps_no_page_of_any_slots_before_it_uses_them() -> None:
+    """With many ranks on a host, all pages of all would take most of the time of opening an engine."""
+
+    def on_rank(engine: ShmEngine) -> None:
+        slots = [each.data_ptr() for each in engine._context._slots]
+        assert [rss_bytes(each) for each in slots] == [0, 0]
+        tensor = torch.ones(CHUNK_BYTES // 4)
+        begin_all_reduce(engine, tensor).wait()
+        assert tensor.eq(2).all()
+        # The kernel maps some pages around each.
+        assert all(0 < rss_bytes(each) < 2 * CHUNK_BYTES for each in slots)
+
+    run_engines(2, on_rank)
+
+
 def test_a_forked_child_is_refused_operations_and_waits_for_none_of_its_parents() -> None:
     both_have_forked = threading.Barrier(2)
 

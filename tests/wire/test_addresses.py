@@ -10,6 +10,17 @@ def test_the_interface_of_an_address_is_found_by_the_address():
     assert interface_with("203.0.113.77") is None
 
 
+def test_the_interface_of_loopback_is_found_without_psutil(monkeypatch):
+    known = interfaces()
+    monkeypatch.setattr(addresses, "interfaces", None)
+    assert LOOPBACK in known[interface_with(LOOPBACK)]
+
+
+def test_an_interface_that_the_kernel_tells_no_address_of_is_found_all_the_same(monkeypatch):
+    monkeypatch.setattr(addresses, "_SIOCGIFADDR", 0)  # as on other systems
+    assert LOOPBACK in interfaces()[interface_with(LOOPBACK)]
+
+
 def test_the_route_to_this_machine_is_by_its_loopback():
     assert list(addresses_towards(LOOPBACK)) == [LOOPBACK]
     assert list(addresses_towards("no.such.host.invalid")) == []
