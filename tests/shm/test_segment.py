@@ -426,7 +426,7 @@ def test_a_rank_maps_no_page_of_any_slots_before_it_uses_them() -> None:
     """With many ranks on a host, all pages of all would take most of the time of opening an engine."""
 
     def on_rank(engine: ShmEngine) -> None:
-        slots = [each.data_ptr() for each in engine._context._slots]
+        slots = [engine._context.slot(rank, 0).data_ptr() for rank in range(engine.size)]
         assert [rss_bytes(each) for each in slots] == [0, 0]
         tensor = torch.ones(CHUNK_BYTES // 4)
         begin_all_reduce(engine, tensor).wait()
