@@ -103,9 +103,12 @@ class SharedAllReduce:
         ``source`` is the memory that this rank's term is read from, if that is not ``flat``.
         """
         self._operation = operation
-        self._tensor = tensor
         self._flat = flat
         self._source = flat if source is None else source
+        # The elements of both, in memory order.
+        self._elements, self._terms = flat.view(tensor.dtype), self._source.view(tensor.dtype)
+        # How many elements a chunk has.
+        self._step = CHUNK_BYTES // tensor.element_size()
         self._arithmetic = arithmetic
         self._blocks = blocks
 
@@ -132,9 +135,9 @@ class SharedAllReduce:
 
     def _sum_where_they_lie(self) -> None:
         operation, into = self._operation, self._arithmetic.into
-        peers, tensor = operation.peers, self._tensor
-        share = share_of(peers.rank, peers.size, tensor.numel(), tensor.element_size())
-        for terms in self._blocks.of(operation.places, tensor.dtype, tensor.numel(), share):
+        peers, elements = operation.peers, self._elements
+        share = share_of(peers.rank, peers.size, elements.numel(), elements.element_size())
+        for terms in self._blocks.of(operation.places, elements.dtype, elements.numel(), share):
             # No other rank reads or writes this share in any rank's memory.
             total = terms[0]
             into(terms, total)
@@ -160,47 +163,51 @@ class SharedAllReduce:
             yield DONE, operation.end
 
     def _sum_share(self, chunk: int, is_staged: bool) -> None:
-        rank, arithmetic = self._operation.peers.rank, self._arithmetic
-        here, shares = self._chunk_of(self._flat, chunk)
-        source, _ = self._chunk_of(self._source, chunk)
+        peers = self._operation.peers
+        rank, here = peers.rank, self._part(self._elements, chunk, peers.rank)
         terms = [
-            source if place == rank else self._terms_of(place, chunk, here.numel()) for place in range(len(shares))
+            self._part(self._terms, chunk, rank) if place == rank else self._shown(place, chunk, rank)
+            for place in range(peers.size)
         ]
         if not is_staged:
-            for *block, result in _blocks([*terms, here], *shares[rank]):
-                arithmetic.into(block, result)
+            self._arithmetic.into(terms, here)
             return
         # The own share of the slot is empty, since this rank reduces it: put the result there for the others.
-        shown = self._terms_of(rank, chunk, here.numel())
-        for *block, result, copied in _blocks([*terms, shown, here], *shares[rank]):
-            arithmetic.into(block, result, is_apart=True)
-            copied.copy_(result)
+        result = self._shown(rank, chunk, rank)
+        self._arithmetic.into(terms, result, is_apart=True)
+        here.copy_(result)
 
     def _take_shares(self, chunk: int) -> None:
-        here, shares = self._chunk_of(self._flat, chunk)
-        for place, (start, stop) in enumerate(shares):
+        for place in range(self._operation.peers.size):
             if place != self._operation.peers.rank:
-                here[start:stop].copy_(self._terms_of(place, chunk, here.numel())[start:stop])
-
-    def _chunk_of(self, flat: Tensor, chunk: int) -> tuple[Tensor, list[tuple[int, int]]]:
-        """Returns a chunk of flat memory, and the elements of it that each rank reduces."""
-        here = flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES].view(self._tensor.dtype)
-        size = self._operation.peers.size
-        return here, [share_of(place, size, here.numel(), here.element_size()) for place in range(size)]
-
-    def _terms_of(self, place: int, chunk: int, numel: int) -> Tensor:
-        where, dtype = self._operation.places[place], self._tensor.dtype
-        if where.how != RESIDENT:
-            return self._operation.chunk_of(place, chunk)[: numel * dtype.itemsize].view(dtype)
-        start = where.within + chunk * CHUNK_BYTES
-        return self._operation.context.bytes_of(place, where)[start : start + numel * dtype.itemsize].view(dtype)
+                self._part(self._elements, chunk, place).copy_(self._shown(place, chunk, place))
 
     def _stage(self, chunk: int, chunks: int) -> Steps:
         """Stage the parts of a chunk that the other ranks reduce."""
-        here, shares = self._chunk_of(self._source, chunk)
-        start, stop = (bound * here.element_size() for bound in shares[self._operation.peers.rank])
-        data = here.view(torch.uint8)
-        return self._operation.stage(chunk, chunks, [(0, data[:start]), (stop, data[stop:])])
+        here = self._source[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+        itemsize = self._terms.element_size()
+        start, stop = (bound * itemsize for bound in self._share(chunk, self._operation.peers.rank))
+        return self._operation.stage(chunk, chunks, [(0, here[:start]), (stop, here[stop:])])
+
+    def _share(self, chunk: int, place: int) -> tuple[int, int]:
+        """Returns which elements of a chunk a rank reduces."""
+        numel = min(self._step, self._elements.numel() - chunk * self._step)
+        return share_of(place, self._operation.peers.size, numel, self._elements.element_size())
+
+    def _part(self, elements: Tensor, chunk: int, place: int) -> Tensor:
+        """Returns the share of a rank in a chunk of this rank's memory."""
+        start, stop = self._share(chunk, place)
+        return elements[chunk * self._step + start : chunk * self._step + stop]
+
+    def _shown(self, group_rank: int, chunk: int, place: int) -> Tensor:
+        """Returns the share of the rank ``place`` in a chunk, as ``group_rank`` shows it."""
+        start, stop = self._share(chunk, place)
+        where, operation = self._operation.places[group_rank], self._operation
+        if where.how != RESIDENT:
+            return operation.chunk_of(group_rank, chunk).view(self._elements.dtype)[start:stop]
+        memory = operation.context.bytes_of(group_rank, where)
+        whole = memory[where.within : where.within + self._elements.nbytes]
+        return self._part(whole.view(self._elements.dtype), chunk, place)
 
 
 class ReduceScatter:

@@ -14,7 +14,7 @@ import ctypes
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -55,7 +55,8 @@ class EngineContext:
         self.share_views: dict[tuple[object, ...], list[list[Tensor]]] = {}
         # Views of all ranks' payloads, made once for each (place in the window, dtype, number of elements).
         self._payload_views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
-        self._slots = slots
+        # By rank, the bytes of each slot.
+        self._slots = [torch.split(each, CHUNK_BYTES) for each in slots]
         # How many chunks this rank has staged, and for each slot the value of DONE after its last chunk was read. All
         # ranks count alike.
         self._staged = 0
@@ -103,7 +104,7 @@ class EngineContext:
 
     def slot(self, group_rank: int, number: int) -> Tensor:
         """Returns the bytes of a rank's slot."""
-        return self._slots[group_rank][number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+        return self._slots[group_rank][number]
 
     def free_after(self, number: int) -> Condition:
         """Returns the condition under which all ranks have read the slot."""
@@ -178,7 +179,8 @@ class ShmOperation:
             self.peers.own.write_header(self.number, self._signature, context.staging_place())
         slot = context.slot(self.peers.rank, number)
         for start, data in pieces:
-            slot[start : start + data.numel()].copy_(data)
+            if data.numel():
+                slot[start : start + data.numel()].copy_(data)
         context.use(self.done_with(chunk, chunks))
         self.peers.advance(POSTED, self.done_with(chunk, chunks))
 
@@ -253,6 +255,7 @@ def _words(signature: memoryview) -> str:
     return f"{words} from rank {root}" if name == "broadcast" else words
 
 
+@lru_cache(maxsize=1024)
 def share_of(group_rank: int, size: int, numel: int, itemsize: int) -> tuple[int, int]:
     """Returns the elements (start, stop) that a rank reduces; each share starts on a cache line of its own."""
     step = max(1, ALIGNMENT_BYTES // itemsize)
