@@ -7,28 +7,22 @@ flat tensor, and `pieces_of` and `own_memory` take the results apart. `group`, t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 _HUGE_PAGE_BYTES = 2**21
-# For a tensor of at least this size malloc gets separate memory from Linux (M_MMAP_THRESHOLD is at most this) and
-# returns it with the tensor. So the advice applies to this tensor alone, and its pages are always new.
+# Malloc returns the memory of tensors of this size to Linux (M_MMAP_THRESHOLD is at most this), so it is always new.
 _LEAST_HUGE_BYTES = 2**25
-
-
-def _find_madvise() -> Callable[[int, int, int], int] | None:
-    madvise = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
-    if madvise is not None:
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return madvise
-
-
-_madvise = _find_madvise()
+_MOST_KEPT_BYTES = 2**27
+# The memory of the last large tensor that was freed, at most one.
+_kept: list[mmap.mmap] = []
 
 
 def give_back_free_memory() -> None:
@@ -36,6 +30,7 @@ def give_back_free_memory() -> None:
 
     Malloc keeps tensors of up to 32 MiB for later ones. Does nothing with a C library other than glibc.
     """
+    _kept.clear()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -87,16 +82,48 @@ def flat_of(tensors: Sequence[Tensor], *, may_share: bool = False) -> Tensor:
 def new_memory(shape: int | torch.Size, like: Tensor) -> Tensor:
     """Returns an uninitialized contiguous tensor, of the dtype and on the device of ``like``.
 
-    A large CPU tensor asks Linux for huge pages: with pages of 4 KiB, 100 MB take 25,600 page faults, which last longer
-    than copying the same amount.
+    Pages that a process touches for the first time take longer than copying the same amount. So a large CPU tensor asks
+    Linux for huge pages. When it is freed, the next one of its size gets its memory. Until then Linux may take it
+    whenever it needs some. The storage of such a tensor cannot be resized.
     """
-    memory = like.new_empty(shape)
-    if memory.nbytes >= _LEAST_HUGE_BYTES and memory.is_cpu and _madvise is not None:
-        start = -(-memory.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-        stop = (memory.data_ptr() + memory.nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-        # A kernel without huge pages returns an error, and the pages stay small.
-        _madvise(start, stop - start, mmap.MADV_HUGEPAGE)
-    return memory
+    shape = torch.Size([shape]) if isinstance(shape, int) else shape
+    nbytes = shape.numel() * like.element_size()
+    if nbytes < _LEAST_HUGE_BYTES or not like.is_cpu or not hasattr(mmap, "MADV_FREE"):
+        return like.new_empty(shape)
+    try:
+        pages = _large_memory(-(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES)
+    except OSError:
+        return like.new_empty(shape)  # PyTorch's words of too little memory
+    memory = (ctypes.c_ubyte * nbytes).from_buffer(pages)
+    # When the last tensor over this memory is gone.
+    weakref.finalize(memory, _keep, pages).atexit = False
+    return as_base(torch.frombuffer(memory, dtype=like.dtype).view(shape))
+
+
+def _large_memory(nbytes: int) -> mmap.mmap:
+    with contextlib.suppress(IndexError):
+        if len(kept := _kept.pop()) == nbytes:
+            return kept
+    pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # of a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def _keep(pages: mmap.mmap) -> None:
+    """Finalizer of a large tensor's memory, which any thread may call at any point."""
+    if len(pages) <= _MOST_KEPT_BYTES:
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_FREE)
+            _kept[:] = [pages]
+
+
+def as_base(tensor: Tensor) -> Tensor:
+    """Makes a view a base over the same memory: views that an autograd function returns cannot be changed in place."""
+    if not tensor._is_view():
+        return tensor
+    base = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return base.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def own_memory(piece: Tensor, flat: Tensor) -> Tensor:

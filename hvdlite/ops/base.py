@@ -40,6 +40,7 @@ from torch.autograd.function import Function
 
 from ..calls.handle import Handle
 from ..calls.operation import Execution, Kind, Operation, describe
+from ..comm.flat_bytes import as_base
 from ..comm.group import Group
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import group_of
@@ -131,21 +132,13 @@ class _Differentiable(Function):
         # By dtype alone, so that it is the same on all ranks, whether or not a rank needs the gradients.
         ctx.members = [n for n, tensor in enumerate(tensors) if tensor.is_floating_point() or tensor.is_complex()]
         ctx.input_count = len(tensors)
-        return tuple(_as_base(output) for output in ((result,) if isinstance(result, Tensor) else result))
+        return tuple(as_base(output) for output in ((result,) if isinstance(result, Tensor) else result))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         results = ctx.collective.gradient({number: grads[number] for number in ctx.members})
         by_number = dict(zip(ctx.members, results, strict=True))
         return (None, *(by_number.get(number) for number in range(ctx.input_count)))
-
-
-def _as_base(output: Tensor) -> Tensor:
-    """Makes a view a base over the same memory: views that a Function returns cannot be changed in place."""
-    if not output._is_view():
-        return output
-    base = torch.empty(0, dtype=output.dtype, device=output.device)
-    return base.set_(output.untyped_storage(), output.storage_offset(), output.size(), output.stride())
 
 
 def submit(operation: Operation, process_set: ProcessSet, tensors: Sequence[Tensor]) -> Handle:

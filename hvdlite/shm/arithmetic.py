@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Elements are reduced in blocks of this size, so that the blocks of all ranks stay in a core's cache.
+# Resident data are reduced in blocks of this size, so that the blocks of all ranks stay in a core's cache.
 BLOCK_BYTES = 256 * 1024
 
 # torch's stubs lack some of the ops.
@@ -86,7 +86,7 @@ class Arithmetic:
         return self._wide is not None
 
     def into(self, terms: Sequence[Tensor], result: Tensor, *, is_apart: bool = False) -> None:
-        """Reduce flat tensors of equal length, at most a block, into ``result``.
+        """Reduce flat tensors of equal length into ``result``.
 
         ``result`` may be one of the terms, unless ``is_apart``.
         """

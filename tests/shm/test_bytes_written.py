@@ -12,7 +12,6 @@ from ranks import attempt_threads, run_ranks
 from shm.engines import make_engine
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvdlite.comm import flat_bytes
 from hvdlite.comm.group import Group
 from hvdlite.comm.reduce_op import Average
 from hvdlite.ops.reduction import Reduction
@@ -120,15 +119,3 @@ def test_what_is_counted_is_what_is_written() -> None:
         source.clone()
         source[2:].view(torch.uint8)
     assert (written.inside, written.outside) == (16 + 32 + 32, 32)
-
-
-def test_much_new_memory_is_asked_for_in_huge_pages_and_little_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    advised: list[tuple[int, int]] = []
-    monkeypatch.setattr(flat_bytes, "_madvise", lambda start, length, advice: advised.append((start, start + length)))
-    flat_bytes.new_memory(2**20, torch.empty(0))
-    assert not advised
-    tensor = flat_bytes.new_memory(2**24, torch.empty(0))
-    ((start, stop),) = advised
-    assert start % 2**21 == stop % 2**21 == 0
-    assert tensor.data_ptr() <= start < tensor.data_ptr() + 2**21
-    assert tensor.data_ptr() + tensor.nbytes - 2**21 < stop <= tensor.data_ptr() + tensor.nbytes
