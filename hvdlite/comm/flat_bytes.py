@@ -63,11 +63,15 @@ def mark_written(tensors: Iterable[Tensor]) -> None:
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
-def fused(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yields, for each dtype and device, the indices of the tensors to send in one collective."""
-    fused: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+def fused(tensors: Sequence[Tensor], least_alone_bytes: int | None = None) -> Iterator[list[int]]:
+    """Yields, for each dtype and device, the indices of the tensors to send in one collective.
+
+    Tensors of ``least_alone_bytes`` or more are sent alone.
+    """
+    fused: dict[tuple[torch.dtype, torch.device, int | None], list[int]] = {}
     for number, tensor in enumerate(tensors):
-        fused.setdefault((tensor.dtype, tensor.device), []).append(number)
+        is_alone = least_alone_bytes is not None and tensor.nbytes >= least_alone_bytes
+        fused.setdefault((tensor.dtype, tensor.device, number if is_alone else None), []).append(number)
     yield from fused.values()
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..calls.operation import SPARSE_ALLREDUCE, Execution, Kind, Run
-from ..comm.flat_bytes import flat_of, fused, mark_written, pieces_of
+from ..comm.flat_bytes import flat_of, mark_written, pieces_of
 from ..comm.reduce_op import Average, ReduceOp
 from ..compression.casts import Compression
 from ..compression.custom import CustomCompression
@@ -59,7 +59,7 @@ class Allreduce(Collective):
             all_reduce_packed(execution.group, reduction, results, execution.divisor, execution.what)
             return self.result(results)
         outputs = list(sources)
-        for members in fused(sources):
+        for members in reduction.fused(execution.group, sources):
             fused_sources = [sources[number] for number in members]
             if not in_place:
                 results = reduction.all_reduced(execution.group, fused_sources, execution.divisor, execution.what)
@@ -130,7 +130,7 @@ def stand_in(kind: Kind, same: Mapping[str, Any]) -> Run:
             for dtype_name, shape, device in zip(dtypes, shapes, devices, strict=True):
                 dtype = DTYPE_OF[dtype_name]
                 sources.append(torch.full(shape, reduction.neutral(dtype), dtype=dtype, device=device))
-            for members in fused(sources):
+            for members in reduction.fused(execution.group, sources):
                 flat = flat_of([sources[number] for number in members])
                 counts = [sources[number].numel() for number in members]
                 reduction.all_reduce(execution.group, flat, counts, execution.divisor, execution.what)

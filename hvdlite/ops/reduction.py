@@ -15,14 +15,14 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import flat_of, is_plain, new_memory, own_memory, pieces_of
+from ..comm.flat_bytes import flat_of, fused, is_plain, new_memory, own_memory, pieces_of
 from ..comm.group import Group
 from ..comm.reduce_op import OP_OF_ENGINE, Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from ..comm.work import Work
@@ -49,6 +49,9 @@ DTYPES = frozenset(DTYPE_OF.values())
 COMPRESSIONS: dict[str, ResolvedCompression] = {
     repr(known): known for known in (Compression.none, Compression.fp16, Compression.bf16)
 }
+
+# For a tensor of this size a collective of its own takes less time than a copy to those beside it, and back.
+_LEAST_ALONE_BYTES = 2**20
 
 _warned_of_integers = threading.Event()
 
@@ -95,6 +98,12 @@ class Reduction:
                 what,
                 whole,
             )
+
+    def fused(self, group: Group, tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+        """Yields the indices of the tensors to send in one collective; equal on all ranks."""
+        # Other engines add in an order that depends on the place in the collective.
+        may_be_alone = self.op is not Adasum and all(map(group.reduces_in_one_pass, tensors))
+        return fused(tensors, _LEAST_ALONE_BYTES if may_be_alone else None)
 
     def all_reduce(self, group: Group, flat: Tensor, segments: Sequence[int], divisor: int, what: str) -> None:
         """Replaces a flat contiguous tensor, in place, by its reduction over all ranks. Blocks until that is done.

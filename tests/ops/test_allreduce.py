@@ -242,6 +242,22 @@ def test_a_group_may_mix_dtypes_and_may_be_empty():
     assert run_worlds(3, rank) == [[3, 1.5, [9], []]] * 3
 
 
+@pytest.mark.parametrize("engine", ["gloo", "shared memory"])
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum, hvd.Adasum])
+def test_large_tensors_of_a_group_are_what_each_is_by_itself_in_any_layout(engine, op):
+    def rank(number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        large, small = torch.randn(2, 2**17 + 3, generator=generator), torch.randn(5, generator=generator)
+        if number == 1:
+            large = large.t().contiguous().t()
+        mine = [small, large, large.bfloat16(), 2 * large, 3 * small]
+        alone = [hvd.allreduce(tensor, op=op) for tensor in mine]
+        for form in (untouched(hvd.grouped_allreduce), in_place(hvd.grouped_allreduce_)):
+            assert all(torch.equal(got, kept) for got, kept in zip(form(mine, op=op), alone, strict=True))
+
+    run_worlds(2, rank, engine=engine)
+
+
 def test_average_is_how_older_programs_say_the_op():
     def rank(number: int) -> list[float]:
         mine = torch.tensor(float(number))

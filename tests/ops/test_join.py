@@ -43,7 +43,8 @@ def test_all_reduces_go_on_without_the_ranks_that_have_joined(size, average, eng
             results.append(hvd.allreduce(value, name=f"average {batch}"))
             results.append(hvd.allreduce(value, name=f"sum {batch}", op=hvd.Sum))
             results.append(hvd.allreduce(value, name=f"max {batch}", op=hvd.Max))
-            results += hvd.grouped_allreduce([value, value.long()], name=f"group {batch}", op=hvd.Sum)
+            group = [value, value.long(), torch.full((2**18,), 1.0 + own)]
+            results += hvd.grouped_allreduce(group, name=f"group {batch}", op=hvd.Sum)
         return results, hvd.join(average=average)
 
     outcomes = run_worlds(size, rank, engine=engine)
@@ -54,7 +55,7 @@ def test_all_reduces_go_on_without_the_ranks_that_have_joined(size, average, eng
             values = [1.0 + other for other in range(size) if other >= batch]
             divisor = size if average == "all" else len(values)
             total = sum(values)
-            expected += [total / divisor, total, max(values), total, int(total)]
+            expected += [total / divisor, total, max(values), total, int(total), total]
         assert [result.flatten()[0].item() for result in results] == pytest.approx(expected)
 
 
