@@ -39,7 +39,7 @@ from ..runtime.process_set_functions import global_process_set
 from ..runtime.world import rank, require_ended
 from .handover import Handed, InPlace, hand_over
 from .sampler import ElasticSampler
-from .state import SAVED, ObjectState
+from .state import SAVED, HostsUpdatedInterrupt, ObjectState
 
 
 class StateHandler:
@@ -218,13 +218,21 @@ class OptimizerStateHandler(_LargeStateHandler):
     value: torch.optim.Optimizer
     _has_old_gradients = False
 
-    def __init__(self, value: torch.optim.Optimizer) -> None:
-        require_undivided(value, "hvd.elastic.TorchState")
-        super().__init__(value)
+    def gather(self) -> None:
+        """Makes the state that `save` saves that of all ranks, where they share it. Every rank must call it."""
+        if isinstance(self.value, DistributedOptimizer) and self.value.shard is not None:
+            self.value.consolidate_state_dict(to=None)
 
-    def set_value(self, value: torch.optim.Optimizer) -> None:
-        require_undivided(value, "hvd.elastic.TorchState")
-        super().set_value(value)
+    def make_whole(self) -> None:
+        """Gives every rank all of the state, where ranks share it: others may do so next. Every rank must call it."""
+        if isinstance(self.value, DistributedOptimizer) and self.value.shard is not None:
+            self.gather()
+            with loading_in_place(self.value):
+                self.value.load_state_dict(self.value.state_dict())
+
+    def save(self) -> None:
+        require_undivided(self.value, "TorchState.save", "call state.commit() on all ranks")
+        super().save()
 
     def restore(self) -> None:
         # Ranks that are new have the tensors and groups that their program made, so those that stay must keep theirs.
@@ -379,11 +387,27 @@ class TorchState(ObjectState):
         if _has_gpu_parameters(self._handlers.values()):
             require_ended("state.commit()")
             barrier()
+        # Before anything is saved: a rank may be lost in it.
+        self._each_optimizer(OptimizerStateHandler.gather)
 
     def _give_up_step(self) -> None:
+        self._each_optimizer(OptimizerStateHandler.give_up_step)
+
+    def _each_optimizer(self, do: Callable[[OptimizerStateHandler], None]) -> None:
         for handler in self._handlers.values():
             if isinstance(handler, OptimizerStateHandler):
-                handler.give_up_step()
+                do(handler)
+
+    def check_host_updates(self) -> None:
+        """Raise `HostsUpdatedInterrupt` on every rank if rank 0 knows of hosts that were added or removed.
+
+        Every rank must call it, and waits for rank 0. Where ranks share an optimizer's state, each has all of it then.
+        """
+        try:
+            super().check_host_updates()
+        except HostsUpdatedInterrupt:
+            self._each_optimizer(OptimizerStateHandler.make_whole)
+            raise
 
     def restore(self) -> None:
         """Give everything the state that was saved last."""

@@ -70,7 +70,9 @@ def broadcast_optimizer_state(
     sent, error = SentTensors(), None
     if is_root:
         try:
-            _require_whole(optimizer)
+            require_undivided(
+                optimizer, kind, "all are of one state already, and after load_state_dict() it can be sent"
+            )
             encoded = encode_state(own, ValueEncoder(sent.refer), sent)
             data = json.dumps([encoded, sent.packed()]).encode()
         except Exception as caught:  # noqa: BLE001 - whatever the methods of an object raise
@@ -112,24 +114,11 @@ def what_is_equal(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def require_undivided(optimizer: Any, kind: str) -> None:
-    """Raises ValueError if an optimizer was wrapped with ``shard=``, which divides its state among the ranks."""
-    shard = optimizer.shard if isinstance(optimizer, OptimizerProxy) else None
-    if shard is not None:
-        raise ValueError(
-            f"{kind}: with shard={shard!r} each rank has a part of the optimizer's state, and a lost rank's is lost: "
-            "wrap the optimizer without shard="
-        )
-
-
-def _require_whole(optimizer: Any) -> None:
-    """Raises ValueError if this rank has a part alone of the optimizer's state."""
+def require_undivided(optimizer: Any, kind: str, way_out: str) -> None:
+    """Raises ValueError if this rank has a part alone of the state of an optimizer with ``shard=``."""
     shard = optimizer.shard if isinstance(optimizer, OptimizerProxy) else None
     if shard is not None and "shard" in optimizer.state_dict().get("hvdlite", {}):
-        raise ValueError(
-            f"with shard={shard!r} each rank has a part of it, and all parts are of one state already; after "
-            "load_state_dict() on this rank, and before the next step, it can be sent"
-        )
+        raise ValueError(f"{kind}: with shard={shard!r} each rank has a part alone of the optimizer's state: {way_out}")
 
 
 def unwrapped(optimizer: Any, kind: str) -> Any:

@@ -82,6 +82,8 @@ class ShardedUpdate:
         # What `consolidate` has made for the next checkpoint, until the next step: states by parameter.
         self._whole: dict[Tensor, dict[str, Any]] | None = None
         self._has_told = False
+        # Whether `_take_in` has seen what was loaded last, and has left this rank's part.
+        self._has_parts = False
         # Whether a checkpoint was loaded that `_take_in` has not seen yet.
         self._has_loaded = False
 
@@ -110,7 +112,8 @@ class ShardedUpdate:
 
     def _enter(self, everyone: Group, sharers: RankAndSize) -> None:
         """Goes on in another world, if all ranks have the same parts there."""
-        has_state = any(self._optimizer.state.get(piece.tensor) for _, piece in self._own())
+        state = self._optimizer.state
+        has_state = self._holds_parts and any(state.get(piece.tensor) for _, piece in self._own())
         told = [has_state, self._sharers.rank, self._sharers.size, sharers.rank, sharers.size]
         of_all = everyone.all_gather_json(told, f"dividing the state of {self._name}")
         if any(has for has, *_ in of_all):
@@ -122,6 +125,8 @@ class ShardedUpdate:
                         "there, or none: call consolidate_state_dict() on all ranks before hvd.shutdown(), save "
                         "state_dict() on one, and load it on all ranks after hvd.init()"
                     )
+        else:
+            self._buckets, self._pieces = [], []
         self._all, self._sharers = everyone, sharers
         self._sharing = everyone
         if sharers.size == 1:
@@ -184,6 +189,7 @@ class ShardedUpdate:
             whole = state.pop(param)
             if whole and piece is not None:
                 state[piece.tensor] = slice_state(piece, whole, type(self._optimizer).__name__)
+        self._has_parts = self._sharers.size > 1
         if self._has_loaded:
             self._has_loaded = False
             for key, value in state.items():
@@ -274,9 +280,9 @@ class ShardedUpdate:
     # -- states
 
     @property
-    def is_divided(self) -> bool:
-        """Whether this rank has its part of the optimizer's state alone."""
-        return self._whole is None and self._sharers.size > 1 and not self._whole_states()
+    def _holds_parts(self) -> bool:
+        """Whether this rank has its part of the optimizer's state alone, rather than a state that was loaded."""
+        return self._has_parts and not self._whole_states()
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the optimizer's state dict; where ranks share it, without states of parameters, and this rank's."""
@@ -284,7 +290,7 @@ class ShardedUpdate:
         if self._whole is not None:
             with showing(optimizer, {**self._others(), **self._whole}):
                 return optimizer.state_dict(), {}
-        if not self.is_divided:
+        if not self._holds_parts:
             with showing(optimizer, {key: value for key, value in optimizer.state.items() if value}):
                 return optimizer.state_dict(), {}
         if sys._getframe(2).f_globals.get("__name__") == _DCP:
@@ -319,7 +325,7 @@ class ShardedUpdate:
         if not own:
             check_whole(self._optimizer, state, slices=self._shard.slices)
             self._optimizer.load_state_dict(state)
-            self._has_loaded = True
+            self._has_loaded, self._has_parts = True, False
             return
         plan = self._reducer.step.plan
         sharers, buckets = plan.sharers, plan.layout.buckets
@@ -335,6 +341,7 @@ class ShardedUpdate:
                 "consolidate_state_dict() on all ranks before state_dict() is saved"
             )
         self._optimizer.load_state_dict(state)
+        self._has_parts = True
         self._sharers, self._buckets, self._pieces = sharers, list(buckets), made
         for name, (_, _, part) in own["parts"].items():
             tensor = mine[name].tensor

@@ -197,6 +197,16 @@ def test_a_job_on_one_host_ends_with_the_model_of_its_commits(launch, tmp_path, 
 
 
 @pytest.mark.night(but=1)
+@pytest.mark.parametrize("seed", chosen(ON_ONE_HOST, (3, 7, 8, 10)))
+def test_so_it_does_where_ranks_share_the_optimizers_state(launch, tmp_path, table, seed):
+    scenario = on_one_host(seed)
+    scenario.shard = "world"
+    trial = Trial(scenario, tmp_path, ["localhost"], None)
+    run_and_check(trial, launch, table)
+    trial.job.assert_gone()
+
+
+@pytest.mark.night(but=1)
 @pytest.mark.parametrize("seed", chosen(ON_SEVERAL_HOSTS, (0, 1, 2)))
 def test_a_job_over_several_hosts_ends_with_the_model_of_its_commits(make_lan, launch, tmp_path, table, seed):
     scenario = on_several_hosts(seed)

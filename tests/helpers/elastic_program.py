@@ -172,7 +172,9 @@ def main(scenario: dict[str, Any], directory: Path) -> None:  # noqa: PLR0915  #
     hvd.init()
     stages = scenario["stages"]
     model = new_model()
-    optimizer = hvd.DistributedOptimizer(new_optimizer(model), named_parameters=model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        new_optimizer(model), named_parameters=model.named_parameters(), shard=scenario.get("shard")
+    )
     model[2].weight.register_hook(lambda _: worker.at("within backward"))
 
     class State(hvd.elastic.TorchState):  # type: ignore[misc]

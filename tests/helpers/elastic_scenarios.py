@@ -90,6 +90,7 @@ class Scenario:
     events: list[Event] = field(default_factory=list)
     exit_code: int = 0
     says: str = ""
+    shard: str | None = None
 
     def to_json(self) -> dict[str, object]:
         return dataclasses.asdict(self)

@@ -468,7 +468,7 @@ def test_the_state_of_a_root_is_sent_before_the_first_step_and_refused_after_it(
         params[0].sum().backward()
         optimizer.step()
         assert [int(each["step"]) for each in optimizer.state.values()] == [4]
-        with pytest.raises(TypeError, match="each rank has a part of it"):
+        with pytest.raises(TypeError, match="each rank has a part alone"):
             hvd.broadcast_optimizer_state(optimizer, 0)
 
     run_worlds(2, train)
@@ -544,13 +544,11 @@ def test_a_parameter_with_gaps_in_its_memory_is_refused():
         assert "has gaps in its memory" in str(each)
 
 
-def test_an_optimizer_in_parts_is_neither_pickled_nor_kept_by_an_elastic_state():
+def test_an_optimizer_in_parts_cannot_be_copied():
     def train(group: Group) -> None:
         _, optimizer = trained(group, torch.optim.SGD, shard="world", steps=0)
         with pytest.raises(TypeError, match="with shard= cannot be pickled or copied"):
             copy.deepcopy(optimizer)
-        with pytest.raises(ValueError, match=r"hvd\.elastic\.TorchState: with shard='world'"):
-            hvd.elastic.TorchState(optimizer=optimizer)
 
     run_ranks(1, train)
 
