@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..buckets.bucket import Bucket
-from ..buckets.plan import is_dense
+from ..buckets.plan import ParamSpec, is_dense
 from ..comm.flat_bytes import as_bytes, plain
 from ..comm.group import Group
 from ..errors import GradientError
@@ -36,10 +36,10 @@ class ParameterPiece:
     ``place`` is where their gradients begin in the bucket's buffer.
     """
 
-    __slots__ = ("_address", "name", "param", "place", "start", "stop", "tensor", "values")
+    __slots__ = ("_memory", "_spec", "param", "place", "start", "stop", "tensor", "values")
 
-    def __init__(self, name: str, param: Tensor, start: int, stop: int, place: int) -> None:
-        self.name = name
+    def __init__(self, spec: ParamSpec, param: Tensor, start: int, stop: int, place: int) -> None:
+        self._spec = spec
         self.param = param
         self.start = start
         self.stop = stop
@@ -49,21 +49,38 @@ class ParameterPiece:
         """What the optimizer updates: the parameter itself if it is whole, or a flat one in its memory."""
 
     def _point(self) -> None:
-        if not is_dense(tuple(self.param.shape), self.param.stride()):
+        param, spec = self.param, self._spec
+        if not is_dense(tuple(param.shape), param.stride()):
             raise GradientError(
-                f"parameter {self.name!r} of shape {tuple(self.param.shape)} and strides {self.param.stride()} has "
-                "gaps in its memory, so that shard= cannot divide it: make it contiguous before it is wrapped"
+                f"parameter {spec.name!r} of shape {tuple(param.shape)} and strides {param.stride()} has gaps in its "
+                "memory, so that shard= cannot divide it: make it contiguous before it is wrapped"
             )
-        self.values = flat_of_dense(self.param)[self.start : self.stop]
+        if tuple(param.shape) != spec.shape or _order(spec.shape, param.stride()) != _order(spec.shape, spec.stride):
+            raise GradientError(
+                f"parameter {spec.name!r} had shape {spec.shape} and strides {spec.stride} when the optimizer was "
+                f"wrapped, and has {tuple(param.shape)} and {param.stride()} now: with shard= ranks have parts of it "
+                "in the order of its memory; convert the model before hvd.DistributedOptimizer(...)"
+            )
+        self.values = flat_of_dense(param)[self.start : self.stop]
         """Its values, flat, in the memory of the parameter."""
-        self._address = self.param.data_ptr()
+        self._memory = (param.data_ptr(), param.stride())
 
     def refresh(self) -> None:
         """Follows the parameter to other memory, where the program has set ``param.data`` or moved the model."""
-        if self.param.data_ptr() != self._address:
+        if (self.param.data_ptr(), self.param.stride()) != self._memory:
             self._point()
-            if not self.is_whole:
-                self.tensor.data = self.values
+            self.use(self.tensor)
+
+    def use(self, tensor: Tensor) -> None:
+        """Has the optimizer update this tensor, the key of the state of such a piece."""
+        self.tensor = tensor
+        if tensor is not self.param:
+            tensor.data = self.values
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+        return self._spec.name
 
     def of(self, flat: Tensor) -> Tensor:
         """Returns its part of the bucket's flat buffer."""
@@ -80,6 +97,11 @@ class ParameterPiece:
         return self.name, self.start, self.stop
 
 
+def _order(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
+    """Returns the strides that decide where elements are."""
+    return [step for step, length in zip(stride, shape, strict=True) if length > 1]
+
+
 def flat_of_dense(tensor: Tensor) -> Tensor:
     """Returns all elements of a tensor without gaps, in the order of its memory, as a view."""
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
@@ -94,7 +116,7 @@ def pieces_of(bucket: Bucket, rank: int) -> list[ParameterPiece]:
         # One without elements has a state too.
         start, stop = (max(at, first), min(end, last)) if at < end else (at, at)
         if start < stop or (at == end and rank == 0):
-            found.append(ParameterPiece(state.name, state.param, start - at, stop - at, start))
+            found.append(ParameterPiece(state.piece.spec, state.param, start - at, stop - at, start))
     return found
 
 
@@ -121,7 +143,12 @@ def slice_state(piece: ParameterPiece, state: Mapping[str, Any], optimizer: str)
 
 
 def check_whole(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, slices: bool) -> None:
-    """Raises ValueError if a state dict of whole parameters lacks something, or is that of another model."""
+    """Raises ValueError if a state dict of whole parameters lacks something, or is that of another model.
+
+    ``slices``: each parameter of a group has the same kinds of state, of its own shape. Others are not checked.
+    """
+    if not slices:
+        return
     for group in state["param_groups"]:
         having = [(number, state["state"][number]) for number in group["params"] if state["state"].get(number)]
         keys = {key for _, each in having for key in each}
@@ -131,8 +158,6 @@ def check_whole(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, s
                     f"the state of parameter {number} has no {missing[0]!r}, and that of others has: the checkpoint is "
                     "incomplete; load a whole one, or delete its 'state' on every rank to begin anew"
                 )
-    if not slices:
-        return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for number, param in zip(numbers, params, strict=False):

@@ -18,11 +18,13 @@ import sys
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..buckets.bucket import Bucket
 from ..buckets.flags import RankAndSize
@@ -81,6 +83,8 @@ class ShardedUpdate:
         self._pieces: list[list[list[ParameterPiece]]] = []
         # What `consolidate` has made for the next checkpoint, until the next step: states by parameter.
         self._whole: dict[Tensor, dict[str, Any]] | None = None
+        # States of parameters that have left the groups, as long as the program has these.
+        self._gone = WeakTensorKeyDictionary()
         self._has_told = False
         # Whether `_take_in` has seen what was loaded last, and has left this rank's part.
         self._has_parts = False
@@ -146,11 +150,11 @@ class ShardedUpdate:
         rank = self._sharers.rank
         for piece in (piece for pieces in made for piece in pieces[rank]):
             if (earlier_piece := known.pop(piece.key, None)) is not None:
-                # The key of its state.
-                piece.tensor = earlier_piece.tensor
+                piece.use(earlier_piece.tensor)
         for number, of_ranks in enumerate(self._pieces):
             names = {piece.name for piece in (piece for pieces in of_ranks for piece in pieces)}
-            moving = {name for name in names if name in owners and owners[name] != earlier[name]}
+            # Those that have left the groups may come back.
+            moving = {name for name in names if owners.get(name) != earlier[name]}
             if moving:
                 own = [piece for piece in of_ranks[rank] if piece.name in moving]
                 params = {piece.name: piece.param for pieces in of_ranks for piece in pieces}
@@ -158,7 +162,8 @@ class ShardedUpdate:
                 assert self._sharing is not None, "`follow` has entered a world"
                 parts = gather_states(own, self._optimizer.state, self._sharing, what, keeps=True)
                 for name, of_all in parts.items():
-                    self._optimizer.state[params[name]] = self._there(params[name], joined(name, params[name], of_all))
+                    to = self._optimizer.state if name in owners else self._gone
+                    to[params[name]] = self._there(params[name], joined(name, params[name], of_all))
         for piece in known.values():
             if not piece.is_whole:
                 self._optimizer.state.pop(piece.tensor, None)
@@ -185,6 +190,11 @@ class ShardedUpdate:
     def _take_in(self) -> None:
         """Keeps a copy of this rank's part of states of whole parameters, as a checkpoint has them, and no other."""
         state = self._optimizer.state
+        for bucket in self._buckets if self._gone else ():
+            for each in bucket.states:
+                if each.param in self._gone:
+                    state[each.param] = self._gone[each.param]
+                    del self._gone[each.param]
         for param, piece in self._whole_states():
             whole = state.pop(param)
             if whole and piece is not None:
@@ -232,7 +242,7 @@ class ShardedUpdate:
         tensor_of = {id(piece.param): piece.tensor for _, piece in self._own()}
         groups = self._optimizer.param_groups
         parts = [[tensor_of[id(param)] for param in group["params"] if id(param) in tensor_of] for group in groups]
-        with narrowed(groups, parts):
+        with narrowed(groups, parts), self._failing_together():
             own_loss = self._optimizer.step()
         for _, piece in self._own():
             piece.tensor.grad = None
@@ -240,6 +250,17 @@ class ShardedUpdate:
         # Of other ranks' parts they are not averages.
         self._reducer.step.plan.drop_gradients()
         return own_loss if closure is None else loss
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Makes an error of this rank's own step one of all ranks, which would wait for its parameters."""
+        try:
+            yield
+        except Exception as error:
+            assert self._all is not None, "`follow` has entered a world"
+            rank = self._all.describe_rank(self._all.rank)
+            self._all.revoke(f"{rank} failed to update its part of {self._name}: {type(error).__name__}: {error}")
+            raise
 
     def _clip(self, clipper: NormClipper, tensors: Sequence[Tensor]) -> None:
         # The squares of each rank's part are summed in float64, and these over the ranks in their order.

@@ -203,6 +203,19 @@ def shrunk(optimizer: hvd.DistributedOptimizer, model: nn.Module, loss: Tensor, 
     optimizer.step()
 
 
+def left_and_back(optimizer: hvd.DistributedOptimizer, model: nn.Module, loss: Tensor, step: int) -> None:
+    params = optimizer.param_groups[0]["params"]
+    if step == 1:
+        params[:] = [param for param in params if param is not model.last.weight]
+    if step == 3:
+        params.append(model.last.weight)
+        # Its memory may be another by then.
+        model.first.weight.data = model.first.weight.data.clone()
+    loss.backward()
+    optimizer.step()
+    model.last.weight.grad = None
+
+
 def moved(optimizer: hvd.DistributedOptimizer, model: nn.Module, loss: Tensor, step: int) -> None:
     loss.backward()
     optimizer.step()
@@ -225,7 +238,20 @@ def reloaded(optimizer: hvd.DistributedOptimizer, model: nn.Module, loss: Tensor
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-WAYS = [scaled, clipped, weighted, accumulated, with_closure, thawed, grown, shrunk, moved, scheduled, reloaded]
+WAYS = [
+    scaled,
+    clipped,
+    weighted,
+    accumulated,
+    with_closure,
+    thawed,
+    grown,
+    shrunk,
+    left_and_back,
+    moved,
+    scheduled,
+    reloaded,
+]
 
 
 def steps_in(way: Callable[..., None], group: Group, make: Make, **options: Any) -> nn.Module:
@@ -235,7 +261,7 @@ def steps_in(way: Callable[..., None], group: Group, make: Make, **options: Any)
     optimizer = hvd.DistributedOptimizer(
         make(list(model.parameters())), process_set=set_of(group), bucket_cap_mb=0.003, **options
     )
-    for step in range(4):
+    for step in range(5):
         optimizer.zero_grad()
         way(optimizer, model, model(batch_of(group.rank, step)).square().mean(), step)
     optimizer.close()
@@ -427,6 +453,17 @@ def test_a_rank_loads_its_own_part_and_no_other():
     run_ranks(2, train, engine="shared memory")
 
 
+def test_a_state_of_adafactor_whose_parameters_have_different_kinds_of_it_is_loaded():
+    def train(group: Group) -> None:
+        _, plain = trained(group, torch.optim.Adafactor)
+        _, optimizer = trained(group, torch.optim.Adafactor, shard="world", steps=0)
+        optimizer.load_state_dict(plain.state_dict())
+        optimizer.consolidate_state_dict(to=None)
+        assert_equal_states(optimizer.state_dict(), plain.state_dict())
+
+    run_ranks(2, train, engine="shared memory")
+
+
 def test_a_state_with_something_missing_or_of_another_model_is_refused():
     def train(group: Group) -> None:
         _, plain = trained(group, torch.optim.AdamW)
@@ -542,6 +579,35 @@ def test_a_parameter_with_gaps_in_its_memory_is_refused():
     for each in attempt_ranks(2, train, engine="shared memory"):
         assert isinstance(each, hvd.GradientError)
         assert "has gaps in its memory" in str(each)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_a_model_that_is_converted_to_other_strides_is_an_error(make):
+    def train(group: Group) -> None:
+        model = copy.deepcopy(EMBEDDED.image).to(memory_format=torch.contiguous_format)
+        optimizer = hvd.DistributedOptimizer(make(model.parameters()), process_set=set_of(group), shard="world")
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3, 5, 5)).sum().backward()
+            optimizer.step()
+            model.to(memory_format=torch.channels_last)
+
+    for each in attempt_ranks(2, train, engine="shared memory"):
+        assert isinstance(each, hvd.GradientError), each
+        assert "had shape (16, 3, 3, 3) and strides (27, 9, 3, 1) when the optimizer was wrapped" in str(each)
+
+
+def test_an_error_of_one_ranks_own_step_is_one_of_all_ranks():
+    def train(group: Group) -> None:
+        params = [nn.Parameter(torch.ones(100)), nn.Parameter(torch.ones(100, dtype=torch.complex64))]
+        inner = torch.optim.Adafactor(params)
+        optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), shard="world")
+        sum(param.abs().sum() for param in params).backward()
+        optimizer.step()
+
+    told = [str(each) for each in attempt_ranks(2, train, engine="shared memory")]
+    assert sum("Adafactor does not support complex parameters" in each for each in told) == 2, told
+    assert sum("failed to update its part of" in each for each in told) == 1, told
 
 
 def test_an_optimizer_in_parts_cannot_be_copied():
