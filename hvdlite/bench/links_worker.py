@@ -22,7 +22,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch.distributed as dist
 from torch import nn
@@ -32,18 +31,12 @@ from ..buckets.outer import DiLoCo, LocalSGD
 from ..compression.casts import Compression
 from ..runtime.world import current_world, init
 from .ranks import Ranks, Samples
-from .training import WORKLOADS, Batch, Inner, Training, bytes_of, ddp, in_fp16, own, sgd
+from .training import WORKLOADS, Batch, Inner, Make, Training, bytes_of, ddp, in_fp16, own, sgd
 
 DDP, DDP_FP16 = "ddp", "ddp-fp16"
 _RANK = 4  # of the thin matrices of both PowerSGDs
 # Unmeasured steps. In the third one DDP's PowerSGD compresses for the first time; it allows no earlier start.
 _WARM_UPS, _DDP_START_STEP = 3, 2
-
-
-class Make(Protocol):
-    """Returns training of a model with one technique, and with the optimizer that ``inner`` makes."""
-
-    def __call__(self, ranks: Ranks, model: nn.Module, inner: Inner = sgd) -> Training: ...
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,17 @@ import torch
 from .arguments import count_flag, show_difference, show_ratio, show_size
 from .ranks import Ranks
 from .report import Bars, Case, Chart, Columns, Comparison, Row, ratio_of
-from .training import BATCH, MODEL, VARIANTS, bytes_of, training_bytes, variants_flag, workload_of
+from .training import (
+    BATCH,
+    MODEL,
+    OPTIMIZER,
+    OPTIMIZERS,
+    VARIANTS,
+    bytes_of,
+    training_bytes,
+    variants_flag,
+    workload_of,
+)
 
 REFERENCE = "ddp-view"
 _USUAL = ("none", "ddp", "ddp-view", "ddp-fp16", "hvdlite", "hvdlite-fp16", "hvdlite-bf16")
@@ -81,6 +91,7 @@ class Memory(Comparison):
     variants: Sequence[str] | None = field(default=None, metadata=variants_flag(_VARIANTS, _USUAL))
     batch: int | None = field(default=None, metadata=BATCH)
     rounds: int = field(default=3, metadata=count_flag("repetitions of each"))
+    optimizer: str = field(default="sgd", metadata=OPTIMIZER)
 
     columns: ClassVar[Columns] = {
         "variant": lambda row: row["variant"],
@@ -92,7 +103,10 @@ class Memory(Comparison):
         "times": lambda row: str(row["count"]),
     }
     unit, text_columns = "bytes", 1
-    notes = ("Gradients, buckets, wires and activations; shared memory is counted once among the ranks of a host.",)
+    notes = (
+        "Gradients, buckets, wires, activations, optimizer state; "
+        "shared memory is counted once among the ranks of a host.",
+    )
 
     def __post_init__(self) -> None:
         self._workload = workload_of(self.model)
@@ -110,9 +124,9 @@ class Memory(Comparison):
 
     def run(self, ranks: Ranks) -> None:
         self.job = ranks.job
-        model = self._workload.make(ranks.device)
+        model = self._workload.make(ranks.device, self.optimizer)
         self._case.about["model_bytes"] = bytes_of(model)
-        self._case.skipped = ranks.why_too_large(training_bytes(model))
+        self._case.skipped = ranks.why_too_large(training_bytes(model, self.optimizer))
         del model
         if self._case.skipped is not None:
             return
@@ -127,11 +141,11 @@ class Memory(Comparison):
                 ranks.progress(name, 1)
 
     def _peak_above_model(self, name: str, ranks: Ranks) -> int:
-        model = self._workload.make(ranks.device)
+        model = self._workload.make(ranks.device, self.optimizer)
         batch = self._workload.batch(self._case.about["batch"], 1 + ranks.rank, ranks.device)
         before = reset_peak(ranks.device)
         ranks.barrier()
-        training = VARIANTS[name](ranks, model)
+        training = VARIANTS[name](ranks, model, OPTIMIZERS[self.optimizer])
         for _ in range(_STEPS):
             training.step(batch)
         ranks.barrier()
@@ -145,7 +159,9 @@ class Memory(Comparison):
 
     def title(self) -> str:
         model, batch, nbytes = (self._case.about[key] for key in ("model", "batch", "model_bytes"))
-        return f"peak memory of each of {self.job}, {model} of {show_size(nbytes)}, batch {batch}"
+        return (
+            f"peak memory of each of {self.job}, {model} of {show_size(nbytes)}, batch {batch}, with {self.optimizer}"
+        )
 
     def describe(self, case: Case, name: str, medians: Mapping[str, float]) -> Row:
         most, reference = medians[name], medians.get(REFERENCE)

@@ -17,11 +17,21 @@ from torch import nn
 from .arguments import OptionError, count_flag, flag, show_ratio, show_time, some_of
 from .ranks import Ranks
 from .report import Bars, Case, Chart, Columns, Comparison, Row, grouped, ratio_of
-from .training import BATCH, VARIANTS, WORKLOADS, horovod_problem, training_bytes, variants_flag
+from .training import (
+    BATCH,
+    OPTIMIZER,
+    OPTIMIZERS,
+    UNUSUAL,
+    VARIANTS,
+    WORKLOADS,
+    horovod_problem,
+    training_bytes,
+    variants_flag,
+)
 
 # Unmeasured steps, after which autograd and the allocators have settled, and DDP has rebuilt its buckets.
 WARM_UPS = 3
-_USUAL = tuple(name for name in VARIANTS if name not in ("hvdlite-tuned", "hvdlite-arrival"))
+_USUAL = tuple(name for name in VARIANTS if name not in UNUSUAL)
 _MODELS = flag("NAME,…", some_of(WORKLOADS, "a model"), f"of {', '.join(WORKLOADS)} (all)")
 
 
@@ -35,6 +45,7 @@ class Step(Comparison):
     variants: Sequence[str] | None = field(default=None, metadata=variants_flag(VARIANTS, _USUAL))
     batch: int | None = field(default=None, metadata=BATCH)
     steps: int = field(default=20, metadata=count_flag("steps of each"))
+    optimizer: str = field(default="sgd", metadata=OPTIMIZER)
 
     columns: ClassVar[Columns] = {
         "model": lambda row: row["model"],
@@ -74,8 +85,8 @@ class Step(Comparison):
             # torchvision may be missing on only some hosts.
             case.skipped = ranks.first(case.skipped)
             if case.skipped is None:
-                model = WORKLOADS[case.about["model"]].make(ranks.device)
-                case.skipped = ranks.why_too_large(len(self._variants) * training_bytes(model))
+                model = WORKLOADS[case.about["model"]].make(ranks.device, self.optimizer)
+                case.skipped = ranks.why_too_large(len(self._variants) * training_bytes(model, self.optimizer))
             if case.skipped is None:
                 self._measure(case, model, ranks)
             else:
@@ -89,7 +100,7 @@ class Step(Comparison):
         with ExitStack() as stack:
             blocks = {}
             for variant in self._variants:
-                training = VARIANTS[variant](ranks, copy.deepcopy(model))
+                training = VARIANTS[variant](ranks, copy.deepcopy(model), OPTIMIZERS[self.optimizer])
                 stack.callback(training.close)
                 for _ in range(WARM_UPS):
                     training.step(batch)
@@ -98,7 +109,7 @@ class Step(Comparison):
             ranks.take_turns(name, blocks, self.steps, case.samples)
 
     def title(self) -> str:
-        return f"a training step on {self.job}, of the slowest rank"
+        return f"a training step on {self.job}, of the slowest rank, with {self.optimizer}"
 
     def describe(self, case: Case, name: str, medians: Mapping[str, float]) -> Row:
         times = {f"times_{each}": ratio_of(medians[name], medians.get(each)) for each in ("none", "ddp")}

@@ -2,19 +2,20 @@
 What is trained to be measured: models with random data, and variants: hvdlite, DDP, Horovod, and no communication.
 
 docs/measuring.md has tables of both. To add a variant, write a function that returns its `Training`, with a model and
-an optimizer of its own, and add it to `VARIANTS`. The techniques of `links` are made by `ddp` and `own` too.
+an optimizer of its own, and add it to `VARIANTS`. The techniques of `links` are made by `ddp` and `own` too. What a
+variant wraps is one of `OPTIMIZERS`.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -123,10 +124,13 @@ class Workload:
         targets = torch.randint(self.classes, (rows * self.targets_per_row,))
         return self.inputs(rows).to(device), targets.to(device)
 
-    def make(self, device: torch.device) -> nn.Module:
-        """Returns the model on ``device``, with the same parameters on every rank."""
+    def make(self, device: torch.device, optimizer: str = "sgd") -> nn.Module:
+        """Returns the model on ``device``, with the same parameters on every rank: for Muon all but matrices frozen."""
         torch.manual_seed(0)
-        return self.build().to(device)
+        model = self.build().to(device)
+        for param in model.parameters():
+            param.requires_grad_(optimizer != "muon" or param.dim() == 2)
+        return model
 
 
 def bytes_of(model: nn.Module) -> int:
@@ -134,9 +138,9 @@ def bytes_of(model: nn.Module) -> int:
     return sum(param.nbytes for param in model.parameters())
 
 
-def training_bytes(model: nn.Module) -> int:
-    """Returns a rough number of bytes for training: parameters, gradients, buckets and wires."""
-    return 4 * bytes_of(model)
+def training_bytes(model: nn.Module, optimizer: str = "sgd") -> int:
+    """Returns a rough number of bytes for training: parameters, gradients, buckets, wires and the optimizer's state."""
+    return (4 if optimizer == "sgd" else 6) * bytes_of(model)
 
 
 WORKLOADS = {
@@ -190,16 +194,37 @@ class Training:
         self.optimizer.step()
 
 
-Inner = Callable[[nn.Module], torch.optim.Optimizer]
-"""Makes the optimizer of a model that a variant wraps."""
+Inner = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+"""Makes the optimizer of some parameters that a variant wraps."""
+
+sgd: Inner = partial(torch.optim.SGD, lr=1e-4, foreach=True)
+OPTIMIZERS: dict[str, Inner] = {
+    "sgd": sgd,
+    "momentum": partial(torch.optim.SGD, lr=1e-4, momentum=0.9, foreach=True),
+    "adamw": partial(torch.optim.AdamW, lr=1e-4),
+    "adamw-fused": partial(torch.optim.AdamW, lr=1e-4, fused=True),
+    "muon": partial(torch.optim.Muon, lr=1e-4),
+}
+_OPTIMIZERS = f"one of {', '.join(OPTIMIZERS)} (%(default)s); muon trains matrices alone"
+OPTIMIZER = flag("NAME", one_of(OPTIMIZERS, "an optimizer"), _OPTIMIZERS)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Returns the optimizer whose steps are measured."""
-    return torch.optim.SGD(model.parameters(), lr=1e-4, foreach=True)
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters that are not frozen."""
+    return [param for param in model.parameters() if param.requires_grad]
 
 
-def _per_parameter(ranks: Ranks, model: nn.Module) -> Training:
+class Make(Protocol):
+    """Returns training of a model in one way, with the optimizer that ``inner`` makes."""
+
+    def __call__(self, ranks: Ranks, model: nn.Module, inner: Inner = sgd) -> Training: ...
+
+
+def _alone(ranks: Ranks, model: nn.Module, inner: Inner = sgd) -> Training:
+    return Training(model, inner(trained(model)))
+
+
+def _per_parameter(ranks: Ranks, model: nn.Module, inner: Inner = sgd) -> Training:
     group = ranks.rival()
 
     def average() -> None:
@@ -210,7 +235,7 @@ def _per_parameter(ranks: Ranks, model: nn.Module) -> Training:
             work.wait()
         torch._foreach_div_(grads, ranks.size)
 
-    return Training(model, sgd(model), average)
+    return Training(model, inner(trained(model)), average)
 
 
 def ddp(
@@ -219,10 +244,14 @@ def ddp(
     inner: Inner = sgd,
     *,
     as_views: bool = False,
+    shards: bool = False,
     bucket_cap_mb: int | None = None,
     hook: Callable[[dist.ProcessGroup, DistributedDataParallel], None] | None = None,
 ) -> Training:
-    """Returns training with DDP. ``hook`` registers a communication hook, and is given DDP's process group."""
+    """Returns training with DDP. ``hook`` registers a communication hook, and is given DDP's process group.
+
+    With ``shards`` each rank has the optimizer's state of its part of the parameters alone.
+    """
     device_ids = None if ranks.device.type == "cpu" else [ranks.device.index]
     group = ranks.rival()
     wrapped = DistributedDataParallel(
@@ -230,7 +259,10 @@ def ddp(
     )
     if hook is not None:
         hook(group, wrapped)
-    return Training(wrapped, inner(model))
+    if shards:
+        zero = importlib.import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+        return Training(wrapped, zero(trained(model), inner, group))
+    return Training(wrapped, inner(trained(model)))
 
 
 def in_fp16(group: dist.ProcessGroup, wrapped: DistributedDataParallel) -> None:
@@ -240,13 +272,13 @@ def in_fp16(group: dist.ProcessGroup, wrapped: DistributedDataParallel) -> None:
 
 def own(ranks: Ranks, model: nn.Module, inner: Inner = sgd, **options: Any) -> Training:
     """Returns training with hvdlite's optimizer, with these options."""
-    optimizer = DistributedOptimizer(inner(model), model.named_parameters(), **options)
+    optimizer = DistributedOptimizer(inner(trained(model)), model.named_parameters(), **options)
     return Training(model, optimizer, close=optimizer.close, averaged=optimizer.averaged)
 
 
-def _horovod(ranks: Ranks, model: nn.Module) -> Training:
-    optimizer = horovod_module().DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
-    return Training(model, optimizer)
+def _horovod(ranks: Ranks, model: nn.Module, inner: Inner = sgd) -> Training:
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    return Training(model, horovod_module().DistributedOptimizer(inner(trained(model)), named_parameters=named))
 
 
 def horovod_module() -> Any:
@@ -271,19 +303,23 @@ def horovod_problem(ranks: Ranks) -> str | None:
     return ranks.first(problem and f"horovod cannot be measured: {problem}")
 
 
-VARIANTS: dict[str, Callable[[Ranks, nn.Module], Training]] = {
-    "none": lambda ranks, model: Training(model, sgd(model)),
+VARIANTS: dict[str, Make] = {
+    "none": _alone,
     "per-parameter": _per_parameter,
     "ddp": ddp,
     "ddp-view": partial(ddp, as_views=True),
     "ddp-fp16": partial(ddp, hook=in_fp16),
+    "ddp-zero": partial(ddp, as_views=True, shards=True),
     "hvdlite": own,
     "hvdlite-fp16": partial(own, compression=Compression.fp16),
     "hvdlite-bf16": partial(own, compression=Compression.bf16),
     "hvdlite-tuned": partial(own, autotune=True),
     "hvdlite-arrival": partial(own, step_on_arrival=True),
+    "hvdlite-shard": partial(own, shard="world"),
     "horovod": _horovod,
 }
+UNUSUAL = ("ddp-zero", "hvdlite-tuned", "hvdlite-arrival", "hvdlite-shard")
+"""Those that are measured only if they are named."""
 
 
 def variants_flag(known: Collection[str], usual: Collection[str]) -> dict[str, Any]:

@@ -44,6 +44,10 @@ def test_quantities_are_shown_with_three_digits_in_a_unit_of_their_size():
             "step --variants ddp,mpi",
             "hvdlite.bench step: --variants: 'mpi' is not a variant: choose from none, per-par",
         ),
+        (
+            "memory --optimizer lbfgs",
+            "hvdlite.bench memory: --optimizer: 'lbfgs' is not an optimizer: choose from sgd, momentum, ",
+        ),
         ("step --batch many", "hvdlite.bench step: --batch: 'many' is not a whole number of at least 1"),
         ("step --device tpu", "hvdlite.bench step: --device: 'tpu' is not a device: choose from auto, cpu, cuda"),
         (

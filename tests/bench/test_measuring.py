@@ -23,7 +23,7 @@ from hvdlite.bench.memory import Memory
 from hvdlite.bench.ranks import Job, Ranks, free_in_cgroup
 from hvdlite.bench.report import Case, ratio_of, spread, table
 from hvdlite.bench.step import Step
-from hvdlite.bench.training import VARIANTS, WORKLOADS, horovod_module, small_resnet
+from hvdlite.bench.training import OPTIMIZERS, VARIANTS, WORKLOADS, horovod_module, small_resnet
 from hvdlite.runtime.world import current_world
 
 
@@ -180,19 +180,28 @@ def test_models_have_the_sizes_that_are_told_of_them():
 
 
 @pytest.mark.parametrize(
-    "name", ["per-parameter", "ddp", "ddp-view", "ddp-fp16", "hvdlite", "hvdlite-bf16", "hvdlite-arrival"]
+    ("name", "optimizer"),
+    [
+        *((name, "sgd") for name in VARIANTS if name not in ("none", "hvdlite-fp16", "hvdlite-tuned", "horovod")),
+        *(
+            (name, optimizer)
+            for optimizer in OPTIMIZERS
+            for name in ("ddp-zero", "hvdlite-shard")
+            if optimizer != "sgd"
+        ),
+    ],
 )
 @pytest.mark.slow
-def test_every_variant_takes_the_step_that_none_takes(name):
+def test_every_variant_takes_the_step_that_none_takes(name, optimizer):
     hvd.init()
     ranks = Ranks(current_world(), "cpu")
     try:
         torch.set_num_threads(1)
         workload = dataclasses.replace(WORKLOADS["resnet-small"], build=lambda: small_resnet(1))
         batch = workload.batch(2, 1, ranks.device)
-        models = [workload.make(ranks.device) for _ in range(2)]
+        models = [workload.make(ranks.device, optimizer) for _ in range(2)]
         for variant, model in zip(("none", name), models, strict=True):
-            training = VARIANTS[variant](ranks, model)
+            training = VARIANTS[variant](ranks, model, OPTIMIZERS[optimizer])
             training.step(batch)
             training.close()
         for got, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
@@ -200,6 +209,13 @@ def test_every_variant_takes_the_step_that_none_takes(name):
     finally:
         del training
         ranks.close()
+
+
+def test_only_matrices_are_trained_with_muon_and_the_variants_that_share_state_are_no_usual_ones():
+    model = WORKLOADS["resnet-small"].make(torch.device("meta"), "muon")
+    assert [param.shape for param in training.trained(model)] == [(10, 64)]
+    assert {"ddp-zero", "hvdlite-shard"}.isdisjoint(Step(None, None, None, 1)._variants)
+    assert {"ddp-zero", "hvdlite-shard"}.isdisjoint(Memory("mlp", None, None, 1).cases[0].samples)
 
 
 def test_what_a_cgroup_leaves_counts_too(tmp_path):

@@ -40,6 +40,7 @@ ROWS = 32
 USUAL_LOSS, MOST_STEPS = 1.0, 1000
 _INPUTS, _CLASSES = 64, 16
 _GUESSED = math.log(_CLASSES)
+ADAMW = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
 _TEACHER_WIDTH, _WIDTH = 32, 512
 _EVALUATED_ROWS, _EVALUATED_SEED = 512, 2**40
 # Techniques whose parameters are always those that all hosts share are evaluated so often.
@@ -114,11 +115,6 @@ def progress_of(
     return Progress(reached, steps * len(losses), steps * math.fsum(times), steps * math.fsum(sent), losses)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Returns the optimizer that all techniques train with."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-
-
 def learn(
     ranks: Ranks,
     loss: float,
@@ -137,7 +133,7 @@ def learn(
     with ExitStack() as stack:
         blocks = {}
         for name in times:
-            training = TECHNIQUES[name].make(ranks, problem.model(), adamw)
+            training = TECHNIQUES[name].make(ranks, problem.model(), ADAMW)
             stack.callback(training.close)
             blocks[name] = partial(_learn, ranks, problem, training, steps_of_block(name), sent[name], losses[name])
 

@@ -85,6 +85,16 @@ def test_memory_finds_that_gradients_take_a_models_size_and_ddp_twice_that(bench
 
 
 @pytest.mark.night
+def test_memory_finds_the_state_of_an_optimizer_once_where_ranks_share_it(bench, tmp_path):
+    words = ("--variants", "ddp-view,ddp-zero,hvdlite,hvdlite-shard", "--optimizer", "adamw-fused")
+    code, _, err = bench("memory", *words, "--rounds", 1, "--batch", 2, "--json", tmp_path / "m.json")
+    assert code == 0, err
+    rows = {row["variant"]: row["in_models"] for row in json.loads((tmp_path / "m.json").read_text())["rows"]}
+    assert 0.8 < rows["ddp-view"] - rows["ddp-zero"] < 1.2
+    assert 0.8 < rows["hvdlite"] - rows["hvdlite-shard"] < 1.2
+
+
+@pytest.mark.night
 def test_what_does_not_exist_ends_all_ranks_with_2_and_one_line_of_rank_0(bench):
     code, out, err = bench("allreduce", "--sizes", "4Q")
     assert (code, out) == (2, "")
