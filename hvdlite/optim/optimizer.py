@@ -148,8 +148,8 @@ class DistributedOptimizer(AveragingOptimizer):
     alone. Optimizers that update each element by itself (most of torch.optim, or a class with ``updates_elementwise =
     True``) are divided anywhere; of all others, such as Muon, each parameter belongs to one rank. After ``step()``
     every ``param.grad`` is None. `consolidate_state_dict` makes a state that any number of ranks can load, with any
-    ``shard`` or none. `join`, sparse gradients, Adasum, ``outer``, ``step_on_arrival``, ``autotune`` and ``--survive`` do
-    not work with it, and raise an error.
+    ``shard`` or none. `join`, sparse gradients, Adasum, ``outer``, ``step_on_arrival``, ``autotune`` and ``--survive``
+    do not work with it, and raise an error.
 
     An average is bit-identical on all ranks, and from run to run.
     """
