@@ -101,6 +101,11 @@ class ShardedUpdate:
             for piece in pieces[self._sharers.rank]:
                 yield bucket, piece
 
+    def _present(self) -> list[ParameterPiece]:
+        """Returns this rank's pieces of parameters that are still there. New buckets are divided in the next step."""
+        ids = {id(state.param) for state in self._reducer.step.plan.layout.states.values()}
+        return [piece for _, piece in self._own() if id(piece.param) in ids]
+
     # -- who has which pieces
 
     def follow(self) -> None:
@@ -146,23 +151,23 @@ class ShardedUpdate:
         """Makes the pieces of these buckets. States of pieces that become others' move there, bucket by bucket."""
         made = [[pieces_of(bucket, rank) for rank in range(self._sharers.size)] for bucket in buckets]
         owners, earlier = _owners(made), _owners(self._pieces)
-        known = {piece.key: piece for _, piece in self._own()}
+        # By the parameter itself: one that has come may have the name of one that has gone.
+        known = {(id(piece.param), piece.start, piece.stop): piece for _, piece in self._own()}
         rank = self._sharers.rank
         for piece in (piece for pieces in made for piece in pieces[rank]):
-            if (earlier_piece := known.pop(piece.key, None)) is not None:
+            if (earlier_piece := known.pop((id(piece.param), piece.start, piece.stop), None)) is not None:
                 piece.use(earlier_piece.tensor)
         for number, of_ranks in enumerate(self._pieces):
-            names = {piece.name for piece in (piece for pieces in of_ranks for piece in pieces)}
+            params = {piece.name: piece.param for pieces in of_ranks for piece in pieces}
             # Those that have left the groups may come back.
-            moving = {name for name in names if owners.get(name) != earlier[name]}
+            moving = {name for name, param in params.items() if owners.get(id(param)) != earlier[id(param)]}
             if moving:
                 own = [piece for piece in of_ranks[rank] if piece.name in moving]
-                params = {piece.name: piece.param for pieces in of_ranks for piece in pieces}
                 what = f"moving the state of bucket {number} ({self._name})"
                 assert self._sharing is not None, "`follow` has entered a world"
                 parts = gather_states(own, self._optimizer.state, self._sharing, what, keeps=True)
                 for name, of_all in parts.items():
-                    to = self._optimizer.state if name in owners else self._gone
+                    to = self._optimizer.state if id(params[name]) in owners else self._gone
                     to[params[name]] = self._there(params[name], joined(name, params[name], of_all))
         for piece in known.values():
             if not piece.is_whole:
@@ -321,7 +326,7 @@ class ShardedUpdate:
             )
         parts = {
             piece.name: [piece.start, piece.stop, dict(optimizer.state[piece.tensor])]
-            for _, piece in self._own()
+            for piece in self._present()
             if optimizer.state.get(piece.tensor)
         }
         if parts and not self._has_told:
@@ -349,11 +354,14 @@ class ShardedUpdate:
             self._has_loaded, self._has_parts = True, False
             return
         plan = self._reducer.step.plan
-        sharers, buckets = plan.sharers, plan.layout.buckets
-        made = [[pieces_of(bucket, rank) for rank in range(sharers.size)] for bucket in buckets]
-        mine = {piece.name: piece for pieces in made for piece in pieces[sharers.rank]}
+        sharers, buckets, made = plan.sharers, self._buckets, self._pieces
+        mine = {piece.name: piece for piece in self._present()}
         fits = (own["scope"], own["rank"], own["size"]) == (self._shard.scope, sharers.rank, sharers.size)
         keys = {(name, start, stop) for name, (start, stop, _) in own["parts"].items()}
+        if self._sharers != sharers or not keys <= {piece.key for piece in mine.values()}:
+            buckets = list(plan.layout.buckets)
+            made = [[pieces_of(bucket, rank) for rank in range(sharers.size)] for bucket in buckets]
+            mine = {piece.name: piece for pieces in made for piece in pieces[sharers.rank]}
         if not fits or not keys <= {piece.key for piece in mine.values()}:
             raise ValueError(
                 f"the checkpoint has the part of an optimizer's state of rank {own['rank']} of {own['size']} with "
@@ -363,7 +371,7 @@ class ShardedUpdate:
             )
         self._optimizer.load_state_dict(state)
         self._has_parts = True
-        self._sharers, self._buckets, self._pieces = sharers, list(buckets), made
+        self._sharers, self._buckets, self._pieces = sharers, buckets, made
         for name, (_, _, part) in own["parts"].items():
             tensor = mine[name].tensor
             self._optimizer.state[tensor] = self._there(tensor, copy.deepcopy(part))
@@ -384,13 +392,13 @@ class ShardedUpdate:
         self._whole = whole if keeps else None
 
 
-def _owners(pieces: Sequence[Sequence[Sequence[ParameterPiece]]]) -> dict[str, list[tuple[int, int, int]]]:
-    """Returns which ranks have which elements of a parameter, by its name."""
-    owners: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+def _owners(pieces: Sequence[Sequence[Sequence[ParameterPiece]]]) -> dict[int, list[tuple[int, int, int]]]:
+    """Returns which ranks have which elements of a parameter, by its `id`."""
+    owners: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for of_bucket in pieces:
         for rank, of_rank in enumerate(of_bucket):
             for piece in of_rank:
-                owners[piece.name].append((rank, piece.start, piece.stop))
+                owners[id(piece.param)].append((rank, piece.start, piece.stop))
     return owners
 
 

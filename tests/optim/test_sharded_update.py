@@ -277,6 +277,50 @@ def test_it_has_the_same_bits_beside_what_else_a_program_does(way):
     run_ranks(3, train, engine="shared memory")
 
 
+def test_a_parameter_that_comes_under_the_name_of_one_that_has_gone_has_its_own_update_and_state():
+    def train(group: Group, shard: str | None) -> list[float]:
+        stays, goes, comes = (nn.Parameter(torch.full((40,), value)) for value in (1.0, 2.0, 3.0))
+        inner = torch.optim.SGD([stays, goes], lr=0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), bucket_cap_mb=0.0001, shard=shard)
+
+        def step(*params: Tensor) -> None:
+            optimizer.zero_grad()
+            sum(param.square().sum() for param in params).backward()
+            optimizer.step()
+
+        step(stays, goes)
+        step(stays, goes)
+        params = optimizer.param_groups[0]["params"]
+        params[:] = [stays]
+        optimizer.zero_grad()
+        params.append(comes)
+        step(stays, comes)
+        step(stays, comes)
+        return [param.detach()[0].item() for param in (stays, goes, comes)]
+
+    for shard in ("world", None):
+        assert run_ranks(2, lambda group, shard=shard: train(group, shard), engine="shared memory")[1] == pytest.approx(
+            [-0.30860, 0.92, 1.38]
+        )
+
+
+def test_a_rank_loads_its_own_part_right_after_a_step_in_which_parameters_went():
+    def train(group: Group) -> None:
+        model, optimizer = trained(group, torch.optim.AdamW, shard="world")
+        params = optimizer.param_groups[0]["params"]
+        optimizer.zero_grad()
+        # Within the step, at whose end it is let go: the state is divided anew in the next one.
+        params[:] = [param for param in params if param is not model.last.weight]
+        model(batch_of(group.rank, 3)).square().mean().backward()
+        optimizer.step()
+        own = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(own)
+        take_steps(group, model, optimizer, range(4, 5))
+        assert all(int(each["step"]) == 5 for each in optimizer.state.values())
+
+    run_ranks(2, train, engine="shared memory")
+
+
 class PerParameter(torch.optim.SGD):
     """Divides each gradient by its norm, as LARS does: a part of a parameter would give something else."""
 
@@ -364,7 +408,7 @@ def equal_batches(group: Group, model: nn.Module, optimizer: torch.optim.Optimiz
     optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "Adafactor"])
 def test_a_consolidated_state_goes_on_at_any_number_of_ranks_and_without_them(name):
     def save(group: Group) -> Any:
         model = copy.deepcopy(MODEL)
