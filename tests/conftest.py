@@ -117,8 +117,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection() -> Generator[None, Any, Any]:
     """Excludes all that exists then from garbage collection: with torch's objects, each collection takes a second."""
     gc.disable()
-    result = yield
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-    return result
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()

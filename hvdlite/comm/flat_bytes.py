@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -23,6 +23,16 @@ _LEAST_HUGE_BYTES = 2**25
 _MOST_KEPT_BYTES = 2**27
 # The memory of the last large tensor that was freed, at most one.
 _kept: list[mmap.mmap] = []
+
+
+def _find_madvise() -> Callable[[int, int, int], int] | None:
+    madvise = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
+    if madvise is not None:
+        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return madvise
+
+
+_madvise = _find_madvise()
 
 
 def give_back_free_memory() -> None:
@@ -75,6 +85,26 @@ def fused(tensors: Sequence[Tensor], least_alone_bytes: int | None = None) -> It
     yield from fused.values()
 
 
+def overlapping(tensors: Sequence[Tensor]) -> set[int]:
+    """Returns the indices of tensors that share memory with another; those that are not plain by their whole storage."""
+    spans = []
+    for number, tensor in enumerate(tensors):
+        storage = tensor.untyped_storage()
+        start, nbytes = (
+            (tensor.data_ptr(), tensor.nbytes) if is_plain(tensor) else (storage.data_ptr(), storage.nbytes())
+        )
+        if nbytes:
+            spans.append((start, start + nbytes, number))
+    spans.sort()
+    found, end, last = set(), 0, -1
+    for start, stop, number in spans:
+        if start < end:
+            found |= {number, last}
+        if stop > end:
+            end, last = stop, number
+    return found
+
+
 def flat_of(tensors: Sequence[Tensor], *, may_share: bool = False) -> Tensor:
     """Returns the tensors' elements as one flat tensor: a copy, or with ``may_share`` a lone tensor's own memory."""
     if may_share and len(tensors) == 1 and is_plain(tensors[0]):
@@ -86,17 +116,31 @@ def flat_of(tensors: Sequence[Tensor], *, may_share: bool = False) -> Tensor:
 def new_memory(shape: int | torch.Size, like: Tensor) -> Tensor:
     """Returns an uninitialized contiguous tensor, of the dtype and on the device of ``like``.
 
-    Pages that a process touches for the first time take longer than copying the same amount. So a large CPU tensor asks
-    Linux for huge pages. When it is freed, the next one of its size gets its memory. Until then Linux may take it
-    whenever it needs some. The storage of such a tensor cannot be resized.
+    A large CPU tensor asks Linux for huge pages: with pages of 4 KiB, 100 MB take 25,600 page faults, which last longer
+    than copying the same amount.
     """
-    shape = torch.Size([shape]) if isinstance(shape, int) else shape
+    memory = like.new_empty(shape)
+    if memory.nbytes >= _LEAST_HUGE_BYTES and memory.is_cpu and _madvise is not None:
+        start = -(-memory.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        stop = (memory.data_ptr() + memory.nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+        # A kernel without huge pages returns an error, and the pages stay small.
+        _madvise(start, stop - start, mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def result_memory(shape: torch.Size, like: Tensor) -> Tensor:
+    """Returns the same for the result of a collective, where no thread but Python's own holds the tensor.
+
+    When a large one is freed, the next of its size gets its memory: to touch pages for the first time takes longer than
+    to copy into them. Until then Linux may take it whenever it needs some. The storage of such a tensor cannot be
+    resized. Its last reference must not be dropped by a thread of C++, as gloo's, since that would run Python code, and
+    abort the process if the interpreter has ended.
+    """
     nbytes = shape.numel() * like.element_size()
     if nbytes < _LEAST_HUGE_BYTES or not like.is_cpu or not hasattr(mmap, "MADV_FREE"):
-        return like.new_empty(shape)
-    try:
-        pages = _large_memory(-(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES)
-    except OSError:
+        return new_memory(shape, like)
+    pages = _large_memory(-(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES)
+    if pages is None:
         return like.new_empty(shape)  # PyTorch's words of too little memory
     memory = (ctypes.c_ubyte * nbytes).from_buffer(pages)
     # When the last tensor over this memory is gone.
@@ -104,14 +148,20 @@ def new_memory(shape: int | torch.Size, like: Tensor) -> Tensor:
     return as_base(torch.frombuffer(memory, dtype=like.dtype).view(shape))
 
 
-def _large_memory(nbytes: int) -> mmap.mmap:
+def _large_memory(nbytes: int) -> mmap.mmap | None:
+    """Returns memory of a freed result, or new memory; None if there is too little."""
     with contextlib.suppress(IndexError):
-        if len(kept := _kept.pop()) == nbytes:
+        kept = _kept.pop()
+        if len(kept) == nbytes:
             return kept
-    pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # of a kernel without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages
+        # Before more is asked for.
+        del kept
+    with contextlib.suppress(OSError):
+        pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # of a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return pages
+    return None
 
 
 def _keep(pages: mmap.mmap) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..calls.operation import SPARSE_ALLREDUCE, Execution, Kind, Run
-from ..comm.flat_bytes import flat_of, mark_written, pieces_of
+from ..comm.flat_bytes import flat_of, mark_written, overlapping, pieces_of
 from ..comm.reduce_op import Average, ReduceOp
 from ..compression.casts import Compression
 from ..compression.custom import CustomCompression
@@ -59,8 +59,12 @@ class Allreduce(Collective):
             all_reduce_packed(execution.group, reduction, results, execution.divisor, execution.what)
             return self.result(results)
         outputs = list(sources)
-        for members in reduction.fused(execution.group, sources):
-            fused_sources = [sources[number] for number in members]
+        together = list(reduction.fused(execution.group, sources))
+        # Of a tensor that is there twice each has the values before the call.
+        twice = overlapping(sources) if in_place and len(together) > 1 else ()
+        terms = [source.clone() if number in twice else source for number, source in enumerate(sources)]
+        for members in together:
+            fused_sources = [terms[number] for number in members]
             if not in_place:
                 results = reduction.all_reduced(execution.group, fused_sources, execution.divisor, execution.what)
                 for number, result in zip(members, results, strict=True):
@@ -69,7 +73,8 @@ class Allreduce(Collective):
             counts = [source.numel() for source in fused_sources]
             flat = flat_of(fused_sources, may_share=True)
             reduction.all_reduce(execution.group, flat, counts, execution.divisor, execution.what)
-            for source, piece in zip(fused_sources, pieces_of(flat, counts), strict=True):
+            for number, piece in zip(members, pieces_of(flat, counts), strict=True):
+                source = sources[number]
                 if piece.data_ptr() != source.data_ptr():
                     source.copy_(piece.view(source.shape))
         if not in_place:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import flat_of, fused, is_plain, new_memory, own_memory, pieces_of
+from ..comm.flat_bytes import flat_of, fused, is_plain, own_memory, pieces_of, result_memory
 from ..comm.group import Group
 from ..comm.reduce_op import OP_OF_ENGINE, Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from ..comm.work import Work
@@ -128,7 +128,7 @@ class Reduction:
 
     def _all_reduced_in_one_pass(self, group: Group, tensor: Tensor, divisor: int, what: str) -> Tensor:
         """The same for one tensor, which the engine reads in place."""
-        result = new_memory(tensor.shape, tensor)
+        result = result_memory(tensor.shape, tensor)
         divides_there = self._is_averaged_by_engine(group, tensor, divisor)
         op = Sum if self.op is Average and not divides_there else self.op
         group.all_reduce_into(result, tensor, what, op).wait()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from collections.abc import Iterator
@@ -46,11 +47,14 @@ def _all_addresses() -> Iterator[tuple[str, str]]:
 
     That is each interface's first IPv4 address, loopback's among them.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
+    found = []
+    # Where a program may not ask, psutil has other ways.
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has none
-                answer = fcntl.ioctl(asks, _SIOCGIFADDR, struct.pack("40s", name.encode()))
-                yield name, socket.inet_ntoa(answer[20:24])
+                answer = fcntl.ioctl(asks, _SIOCGIFADDR, struct.pack("40s", os.fsencode(name)))
+                found.append((name, socket.inet_ntoa(answer[20:24])))
+    yield from found
     for name, addresses in interfaces().items():
         for own in addresses:
             yield name, own

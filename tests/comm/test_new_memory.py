@@ -1,4 +1,4 @@
-"""`new_memory`: huge pages, and memory of freed tensors that is used again."""
+"""`new_memory` and `result_memory`: huge pages, and memory of freed results that is used again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hvdlite.comm import flat_bytes
-from hvdlite.comm.flat_bytes import new_memory
+from hvdlite.comm.flat_bytes import new_memory, result_memory
 
 LARGE = 2**23 + 5  # elements of 4 bytes: 32 MiB and a little
 
@@ -24,7 +24,7 @@ def nothing_kept() -> Iterator[None]:
 
 
 def large(numel: int = LARGE) -> Tensor:
-    return new_memory(numel, torch.empty(0))
+    return result_memory(torch.Size([numel]), torch.empty(0))
 
 
 def has_huge_pages(tensor: Tensor) -> bool:
@@ -40,13 +40,14 @@ def has_huge_pages(tensor: Tensor) -> bool:
 
 def test_much_new_memory_is_asked_for_in_huge_pages_and_little_is_not() -> None:
     assert has_huge_pages(large())
+    assert has_huge_pages(new_memory(LARGE, torch.empty(0)))
     assert not has_huge_pages(new_memory(2**20, torch.empty(0)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
 def test_a_large_tensor_is_as_any_other_but_cannot_be_resized(dtype: torch.dtype) -> None:
     shape = torch.Size([2, 2**25 // dtype.itemsize + 3])
-    tensor = new_memory(shape, torch.empty(0, dtype=dtype))
+    tensor = result_memory(shape, torch.empty(0, dtype=dtype))
     assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
     assert not tensor._is_view()
     assert tensor.untyped_storage().nbytes() == tensor.nbytes == shape.numel() * dtype.itemsize

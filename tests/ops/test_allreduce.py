@@ -258,6 +258,25 @@ def test_large_tensors_of_a_group_are_what_each_is_by_itself_in_any_layout(engin
     run_worlds(2, rank, engine=engine)
 
 
+@pytest.mark.parametrize("numel", [1000, 2**19])
+@pytest.mark.parametrize("aliasing", [[0, 1], [0]], ids=["on all ranks", "on one rank"])
+def test_a_tensor_that_is_in_a_group_twice_is_reduced_from_what_it_was_before(numel, aliasing):
+    def rank(number: int) -> list[float]:
+        first = torch.full((numel,), float(number + 1))
+        second = first if number in aliasing else first.clone()
+        # Half of it is in another one.
+        wide = torch.full((2 * numel,), float(number + 1))
+        parts = (
+            [wide[:numel], wide[numel // 2 : numel // 2 + numel]]
+            if number in aliasing
+            else [first.clone() for _ in "ab"]
+        )
+        hvd.grouped_allreduce_([first, second, *parts], op=hvd.Sum)
+        return [each.min().item() for each in (first, second, *parts)] + [each.max().item() for each in parts]
+
+    assert run_worlds(2, rank, engine="shared memory") == [[3.0] * 6] * 2
+
+
 def test_average_is_how_older_programs_say_the_op():
     def rank(number: int) -> list[float]:
         mine = torch.tensor(float(number))

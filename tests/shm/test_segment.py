@@ -6,6 +6,7 @@ import contextlib
 import errno
 import faulthandler
 import gc
+import mmap
 import os
 import signal
 import stat
@@ -417,13 +418,16 @@ def test_a_rank_maps_only_its_share_of_what_others_reduce_in_place() -> None:
         begin_all_reduce(engine, tensor.fill_(1.0)).wait()
         assert tensor.eq(2).all()
         seen = {group_rank: piece for (group_rank, _), piece in engine._context._seen.items()}
-        assert rss_bytes(seen[1 - engine.rank].tensor.data_ptr()) == 2 * MIB
+        # The kernel maps some pages around those that are used, and may take some back.
+        assert 0 < rss_bytes(seen[1 - engine.rank].tensor.data_ptr()) < 3 * MIB
 
     run_engines(2, on_rank)
 
 
-def test_a_rank_maps_no_page_of_any_slots_before_it_uses_them() -> None:
+def test_a_rank_maps_no_page_of_any_slots_before_it_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """With many ranks on a host, all pages of all would take most of the time of opening an engine."""
+    # Ranks that are threads do without it.
+    monkeypatch.setattr(mmap, "MAP_POPULATE", 0x8000)
 
     def on_rank(engine: ShmEngine) -> None:
         slots = [engine._context.slot(rank, 0).data_ptr() for rank in range(engine.size)]

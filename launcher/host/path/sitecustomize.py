@@ -51,9 +51,10 @@ def _run_uncollected(run: Callable[[Any], object], module: Any) -> None:
     try:
         run(module)
     finally:
-        # The new objects become old ones at once, without a look at them: so the next collection has no more to do.
-        gc.freeze()
-        gc.unfreeze()
+        if not gc.get_freeze_count():
+            # The new objects become old ones at once, without a look at them: the next collection has no more to do.
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()
 
 
