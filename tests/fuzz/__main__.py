@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=300, help="how many, on each leg")
     parser.add_argument("--legs", default=",".join(LEGS), help=f"some of {', '.join(LEGS)}")
+    parser.add_argument("--shard", type=float, default=0.3, help="how many of the optimizers divide their work")
     parser.add_argument("--minutes", type=float, default=10.0, help="the time for all legs")
     parser.add_argument("--deadline", type=float, default=20.0, help="seconds that a program may take")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to make a failing program smaller")
@@ -58,7 +59,7 @@ def _run_all(leg: Leg, seeds: range, limit_s: float, arguments: argparse.Namespa
             break
         (seed,) = struct.unpack("q", under_way[:])
         print(f"\n=== {leg.name}, seed {seed}: signal {-code} ended the process\n", flush=True)
-        print(runnable(draw_program(seed, leg.size)), flush=True)
+        print(runnable(draw_program(seed, leg.size, arguments.shard)), flush=True)
         seeds = range(seed + 1, seeds.stop)
     return found
 
@@ -71,7 +72,7 @@ def _run(leg: Leg, seeds: range, limit_s: float, arguments: argparse.Namespace, 
         under_way[:] = struct.pack("q", seed)
 
     faulthandler.dump_traceback_later(limit_s + 600, exit=True)
-    result = run(leg, seeds, limit_s, tell, arguments.deadline, begins=begins)
+    result = run(leg, seeds, limit_s, tell, arguments.deadline, begins=begins, shard=arguments.shard)
     for program, finding in result.findings.values():
         small, again = smallest(program, finding, leg, arguments.shrink)
         print(f"\n=== {leg.name}, seed {program.seed}, made small: {again.words}\n\n{runnable(small)}", flush=True)

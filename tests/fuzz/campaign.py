@@ -35,11 +35,12 @@ def run(
     deadline_s: float = 20.0,
     stop_at: int | None = None,
     begins: Callable[[int], None] = lambda seed: None,
+    shard: float = 0.3,
 ) -> Result:
     """Runs the programs of these seeds; ``tell`` is called with the first of each kind of finding.
 
-    ``begins`` is called with each seed before its program runs. It ends after ``until_s``, or with ``stop_at`` kinds
-    of findings.
+    ``shard`` is that of `draw_program`. ``begins`` is called with each seed before its program runs. It ends after
+    ``until_s``, or with ``stop_at`` kinds of findings.
     """
     result, begun = Result(), time.monotonic()
     with Pool(leg, deadline_s) as pool:
@@ -47,7 +48,7 @@ def run(
             if time.monotonic() > begun + until_s or len(result.findings) == stop_at:
                 break
             begins(seed)
-            program = draw_program(seed, leg.size)
+            program = draw_program(seed, leg.size, shard)
             verdict = examine(program, leg, pool)
             finding = verdict.finding
             result.programs += 1

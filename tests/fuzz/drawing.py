@@ -12,6 +12,7 @@ from .program import (
     AddParam,
     Backward,
     Collective,
+    Consolidate,
     Freeze,
     Join,
     Param,
@@ -53,9 +54,9 @@ _CODECS = [
 ]
 
 
-def draw_program(seed: int, size: int) -> Program:
-    """Returns the program of a seed, for so many ranks."""
-    return _Draw(seed, size).program()
+def draw_program(seed: int, size: int, shard: float = 0.3) -> Program:
+    """Returns the program of a seed, for so many ranks; ``shard`` is how many of the optimizers divide their work."""
+    return _Draw(seed, size, shard).program()
 
 
 @dataclass
@@ -70,9 +71,11 @@ class _Plan:
 class _Draw:
     """Draws one program."""
 
-    def __init__(self, seed: int, size: int) -> None:
-        self._seed, self._size = seed, size
+    def __init__(self, seed: int, size: int, shard: float) -> None:
+        self._seed, self._size, self._shard = seed, size, shard
         self._dice = random.Random(f"{seed} at {size}")
+        # Another one, so that all else of a program is the same with and without.
+        self._shard_dice = random.Random(f"{seed} at {size}, shard")
         self._params: list[Param] = []
         self._plans: list[_Plan] = []
         self._actions: list[Action] = []
@@ -95,8 +98,10 @@ class _Draw:
         for step in range(steps):
             self._one_step(step)
         first = self._plans[0]
+        divided = [of for of, plan in enumerate(self._plans) if plan.wrapped.option("shard")]
+        self._actions += [Consolidate(of) for of in divided]
         # The threads in which ranks here sit out have no world, which a changed optimizer asks for.
-        can_join = count == 1 and not self._is_apart and not self._added
+        can_join = count == 1 and not self._is_apart and not self._added and not divided
         if can_join and dice.random() < 0.1 and not is_known("join"):
             self._join(first)
         return Program(
@@ -147,10 +152,29 @@ class _Draw:
             groups = [names[:cut], names[cut:]]
         if len(names) > 1 and self._chance(0.15):
             options["groups"] = dice.choice([2, tuple(tuple(names[i : i + 2]) for i in range(0, len(names), 2))])
+        kind, arguments = self._divide(kind, arguments, options, dtypes, has_sparse=has_sparse)
         wrapped = Wrapped(
             kind, tuple(arguments.items()), tuple(map(tuple, groups)), tuple(options.items()), scaler, schedule
         )
         self._plans.append(_Plan(wrapped, passes, list(names)))
+
+    def _divide(
+        self, kind: str, arguments: dict[str, Any], options: dict[str, Any], dtypes: list[str], *, has_sparse: bool
+    ) -> tuple[str, dict[str, Any]]:
+        """Adds ``shard`` to the options, and leaves away what it refuses; returns the optimizer and its arguments."""
+        dice = self._shard_dice
+        if dice.random() > self._shard or "Adasum" in options.get("op", ""):
+            return kind, arguments
+        options["shard"] = dice.choice(["world", "world", "host"])
+        options.pop("step_on_arrival", None)
+        if has_sparse:
+            options["sparse_as_dense"] = True
+        # Those that are divided by whole parameters.
+        if dice.random() < 0.2:
+            return "Normed", {"lr": 0.1}
+        if dice.random() < 0.1 and not has_sparse and set(dtypes) <= {"float32", "float64"}:
+            return "Adafactor", {"lr": 0.01}
+        return kind, arguments
 
     def _dtypes(self) -> list[str]:
         return self._dice.choice(
@@ -321,6 +345,8 @@ class _Draw:
         dice = self._dice
         plan = self._plans[of]
         name = dice.choice(plan.params)
+        if plan.wrapped.option("shard") and not is_within and self._shard_dice.random() < 0.15:
+            self._actions.append(Consolidate(of, loads=self._shard_dice.random() < 0.5))
         if self._chance(0.12) and not (is_within and self._must_be_complete(plan)):
             self._frozen[name] = not self._frozen[name]
             if not (is_within and not self._frozen[name] and is_known("unfreezing within a step")):
@@ -361,9 +387,13 @@ class _Draw:
         self._actions.append(AddParam(of, Param(name, self._dice.choice([(2,), (3, 2)]), dtype), how))
 
     def _reload(self, of: int, *, is_within: bool) -> None:
+        if self._plans[of].wrapped.option("shard") and self._plans[of].wrapped.kind in ("NAdam", "ASGD"):
+            # PyTorch's load_state_dict casts their scalars, and a rank's own part is loaded as it was.
+            return
         how = self._dice.choice(["state", "deepcopy", "pickle"])
         if how != "state" and (
             self._plans[of].wrapped.schedule is not None
+            or self._plans[of].wrapped.option("shard")
             or self._plans[of].wrapped.scaler is not None
             or self._is_apart
             or "exchange" in dict(self._plans[of].wrapped.options)

@@ -15,8 +15,8 @@ from hvdlite.errors import CommunicationError, HvdliteError
 
 from .known import Unsettled
 from .pool import Leg, Outcome, Pool
-from .program import Action, Join, Program, Step
-from .records import is_same, shown
+from .program import Action, Consolidate, Join, Program, Step
+from .records import difference_of_states, is_same, shown
 from .rules import Rules
 from .source import Source
 from .truth import Truth
@@ -54,6 +54,8 @@ def examine(program: Program, leg: Leg, pool: Pool) -> Verdict:
     outcomes = pool.run(Source(settled))
     finding = judge(settled, leg, outcomes)
     is_refused = any(outcome.error is not None for outcome in outcomes)
+    if finding is None and not is_refused:
+        finding = _compare_with_undivided(settled, leg, pool, outcomes)
     return Verdict(finding, is_refused, is_unsettled=settled != program)
 
 
@@ -62,7 +64,7 @@ def _settled_part(program: Program) -> Program:
     rules = _rules_of(program)
     end = len(program.actions)
     for ranks in _apart(program):
-        truth = Truth(program, ranks, rules, 1, lambda said: None)
+        truth = Truth(program, ranks, rules, ["a"] * len(ranks), lambda said: None)
         for at, action in enumerate(program.actions[:end]):
             try:
                 truth.do(at, action, None)
@@ -72,6 +74,42 @@ def _settled_part(program: Program) -> Program:
             except Exception:  # noqa: BLE001 - `judge` sees it again
                 break
     return replace(program, actions=program.actions[:end])
+
+
+def _compare_with_undivided(program: Program, leg: Leg, pool: Pool, outcomes: Sequence[Outcome]) -> Finding | None:
+    """Runs a program without ``shard``, if that promises the same bits, and compares what ranks have."""
+    ranks = _apart(program)[0]
+    undivided = {}
+    for of, wrapped in enumerate(program.optimizers):
+        sharers = wrapped.sharers([leg.hosts[rank] for rank in ranks])
+        if wrapped.option("shard") is not None:
+            # Other engines sum in another order where each rank gets a part alone; and the norm is that of all parts.
+            # So they do where parameters have other places in buckets, as those that are divided whole.
+            is_gloo = leg.engine == "gloo" and (sharers == len(ranks) or wrapped.kind in ("Normed", "Adafactor"))
+            # What a codec keeps depends on when a state is loaded, of a step that is being sent.
+            is_timed = wrapped.option("compression") is not None and "16" not in wrapped.option("compression")
+            if is_gloo or is_timed or wrapped.option("max_norm"):
+                return None
+            undivided[of] = sharers > 1
+    # A sparse average is made dense, which optimizers update by other formulas.
+    if not undivided or any(param.kind == "sparse" for param in program.params):
+        return None
+    others = pool.run(Source(program, undivided))
+    if any(other.error is not None or other.stack is not None for other in others):
+        return Finding("error without shard", _errors_of(others))
+    for rank in ranks:
+        for own, other in zip(outcomes[rank].records, others[rank].records, strict=True):
+            for name, param in own.params.items():
+                if not is_same(param, other.params[name]):
+                    words = f"{shown(param)}, and without shard {shown(other.params[name])}"
+                    return Finding(
+                        "bits are not those without shard", f"action {own.at}, rank {rank}: {name} is {words}"
+                    )
+            if own.state is not None and other.state is not None:
+                said = difference_of_states(own.state, other.state, lambda number, tensor: 0.0)
+                if said is not None:
+                    return Finding("state is not that without shard", f"action {own.at}, rank {rank}: {said}")
+    return None
 
 
 def _rules_of(program: Program) -> Rules:
@@ -89,11 +127,10 @@ def judge(program: Program, leg: Leg, outcomes: Sequence[Outcome]) -> Finding | 
     apart = _apart(program)
     rules = _rules_of(program)
     said: list[str] = []
-    hosts = len({leg.hosts[rank] for rank in apart[0]})
     raised: BaseException | None = None
     raised_at = len(program.actions)
     for ranks in apart:
-        truth = Truth(program, ranks, rules, hosts if len(ranks) > 1 else 1, said.append)
+        truth = Truth(program, ranks, rules, [leg.hosts[rank] for rank in ranks], said.append)
         different = _different_ranks(program, [outcomes[rank] for rank in ranks], ranks)
         recorded = {record.at: record for record in outcomes[ranks[0]].records}
         # Ranks that raise an error have nothing to compare after it.
@@ -119,7 +156,7 @@ def judge(program: Program, leg: Leg, outcomes: Sequence[Outcome]) -> Finding | 
 
 
 def _is_recorded(action: Action) -> bool:
-    return isinstance(action, Step | Join)
+    return isinstance(action, Step | Join | Consolidate)
 
 
 def _different_ranks(program: Program, outcomes: Sequence[Outcome], ranks: Sequence[int]) -> dict[int, str]:
@@ -134,6 +171,7 @@ def _different_ranks(program: Program, outcomes: Sequence[Outcome], ranks: Seque
             for what, own, others in (
                 ("parameter", record.params, other.params),
                 ("gradient", record.grads, other.grads),
+                ("gradient", record.before or {}, other.before or {}),
             ):
                 if what == "gradient" and _keeps_own(program, record.at):
                     continue
@@ -141,6 +179,10 @@ def _different_ranks(program: Program, outcomes: Sequence[Outcome], ranks: Seque
                     if not is_same(own[name], others[name]):
                         words = f"{shown(others[name])} on rank {ranks[0]}, {shown(own[name])} on rank {rank}"
                         different.setdefault(record.at, f"the {what} {name} differs: {words}")
+            if record.state is not None and other.state is not None:
+                said = difference_of_states(record.state, other.state, lambda number, tensor: 0.0)
+                if said is not None:
+                    different.setdefault(record.at, f"the consolidated state of the ranks differs: {said}")
             if (record.rates, record.scale) != (other.rates, other.scale):
                 words = f"rates or scales differ: {other.rates, other.scale} and {record.rates, record.scale}"
                 different.setdefault(record.at, words)
@@ -150,7 +192,7 @@ def _different_ranks(program: Program, outcomes: Sequence[Outcome], ranks: Seque
 def _keeps_own(program: Program, at: int) -> bool:
     """Whether ranks have gradients of their own after a step: with Adasum, or those of the steps before a join."""
     action = program.actions[at]
-    assert isinstance(action, Step | Join), "others are not recorded"
+    assert isinstance(action, Step | Join | Consolidate), "others are not recorded"
     return isinstance(action, Join) or "Adasum" in str(program.optimizers[action.of].option("op"))
 
 

@@ -203,7 +203,7 @@ class _Threads:
 
 
 def _show_to(outcome: Outcome) -> Callable[..., None]:
-    return lambda *what: outcome.records.append(record(*what))
+    return lambda *what, **more: outcome.records.append(record(*what, **more))
 
 
 def _action_of(error: BaseException, source: Source) -> int:

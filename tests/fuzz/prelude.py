@@ -53,6 +53,40 @@ def backward(losses: Sequence[Tensor], change: Callable[[Tensor], Tensor] = lamb
         changed.backward()
 
 
+def grads_of(params: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """Returns copies of gradients, as they are right before a step."""
+    return {
+        name: None
+        if param.grad is None
+        else param.grad.detach().coalesce().clone()
+        if param.grad.is_sparse
+        else param.grad.detach().clone()
+        for name, param in params.items()
+    }
+
+
+class Normed(torch.optim.Optimizer):
+    """Divides each gradient by one more than its norm: of a part of a parameter that is something else."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    grad, state = param.grad.to_dense(), self.state[param]
+                    unit = grad / (1 + torch.linalg.vector_norm(grad).to(grad.dtype))
+                    state["sum"] = unit + 0.5 * state.get("sum", torch.zeros_like(unit))
+                    param.add_(state["sum"], alpha=-group["lr"])
+        return loss
+
+
 class Mean(hvd.Exchange):
     """An exchange of a user's own, which averages."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +24,7 @@ class Param:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """An optimizer of torch.optim, and the options of its DistributedOptimizer.
+    """An optimizer of torch.optim or of the prelude, and the options of its DistributedOptimizer.
 
     ``groups`` has the names of the parameters of each group. ``options`` are written as they are, except ``groups``,
     lists of names, and ``exchange``, the name of a class of the prelude.
@@ -43,6 +45,13 @@ class Wrapped:
 
     def option(self, name: str, default: Any = None) -> Any:
         return dict(self.options).get(name, default)
+
+    def sharers(self, hosts: Sequence[str]) -> int:
+        """Returns how many ranks divide its work; ``hosts`` are those of all its ranks."""
+        counts = Counter(hosts)
+        if self.option("shard") == "world" or len(counts) == 1:
+            return len(hosts) if self.option("shard") else 1
+        return counts[hosts[0]] if self.option("shard") and len(set(counts.values())) == 1 else 1
 
 
 @dataclass(frozen=True)
@@ -130,6 +139,14 @@ class Reload:
 
 
 @dataclass(frozen=True)
+class Consolidate:
+    """The optimizer's whole state is gathered on all ranks, to be compared, and then loaded if ``loads``."""
+
+    of: int
+    loads: bool = False
+
+
+@dataclass(frozen=True)
 class Read:
     """Something that is local: ``what`` is groups, state, repr or state_dict."""
 
@@ -164,7 +181,9 @@ class Join:
     average: str = "all"
 
 
-Action = Backward | Step | ZeroGrad | Freeze | SetGrad | AddParam | Reload | Read | SetRate | Collective | Join
+Action = (
+    Backward | Step | ZeroGrad | Freeze | SetGrad | AddParam | Reload | Consolidate | Read | SetRate | Collective | Join
+)
 
 
 @dataclass(frozen=True)

@@ -86,9 +86,10 @@ class Rules:
         elif not in_place:
             seen.passes.pop(name, None)
 
-    def add_param(self, rank: int, of: int) -> None:
+    def settle(self, rank: int, of: int, what: str) -> None:
+        """The optimizer does something between two steps."""
         if self._seen[rank][of].complete:
-            self._refuse("add_param_group() is called after the last backward pass, and before step()")
+            self._refuse(f"{what} is called after the last backward pass, and before step()")
 
     def synchronize(self, rank: int, of: int, had: Gradients) -> None:
         seen = self._seen[rank][of]

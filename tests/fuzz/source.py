@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .program import (
     AddParam,
     Backward,
     Collective,
+    Consolidate,
     Freeze,
     Join,
     Program,
@@ -38,14 +40,26 @@ from .program import (
 _EXPRESSIONS = ("op", "compression", "exchange")
 
 _NAMES: dict[str, Any] = {"torch": torch, "hvd": hvd, "copy": __import__("copy"), "io": __import__("io")}
-_PRELUDE = (prelude.draw, prelude.param, prelude.use, prelude.look, prelude.backward, prelude.Mean, prelude.Rounding)
+_PRELUDE = (
+    prelude.draw,
+    prelude.param,
+    prelude.use,
+    prelude.look,
+    prelude.backward,
+    prelude.grads_of,
+    prelude.Normed,
+    prelude.Mean,
+    prelude.Rounding,
+)
 
 
 class Source:
     """The text of a program, and the number of the action that each of its lines belongs to."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, undivided: Mapping[int, bool] | None = None) -> None:
+        """``undivided``: write these optimizers without ``shard``; if True, one that drops gradients as that does."""
         self.program = program
+        self._undivided = undivided or {}
         self._lines: list[str] = []
         self._action_of: list[int] = []
         self._at = -1
@@ -109,8 +123,10 @@ class Source:
             rate = f', "lr": {rate_of(wrapped, place)}' if place else ""
             groups.append(f'{{"params": [{", ".join(names)}]{rate}}}')
         arguments = "".join(f", {name}={value!r}" for name, value in wrapped.arguments)
-        self._put(f"inner{number} = torch.optim.{wrapped.kind}([{', '.join(groups)}]{arguments})")
-        options = "".join(f", {name}={self._option(name, value)}" for name, value in wrapped.options)
+        kind = wrapped.kind if hasattr(prelude, wrapped.kind) else f"torch.optim.{wrapped.kind}"
+        self._put(f"inner{number} = {kind}([{', '.join(groups)}]{arguments})")
+        kept = [each for each in wrapped.options if each[0] != "shard" or number not in self._undivided]
+        options = "".join(f", {name}={self._option(name, value)}" for name, value in kept)
         if self.program.members is not None:
             options += ", process_set=members"
         named = ", ".join(f'("{name}", {name})' for name in wrapped.params)
@@ -156,6 +172,27 @@ class Source:
 
     def _step(self, action: Step) -> None:
         of = action.of
+        scaler = f"scaler{of}" if self.program.optimizers[of].scaler is not None else None
+        drops = self._undivided.get(of, False)
+        if drops and scaler is not None:
+            self._put(f"scale = {scaler}.get_scale()")
+        lines = self._lines_of(action)
+        # With shard= there are none after the step.
+        reads = self.program.optimizers[of].option("shard") and action.how not in ("plain", "closure", "scaler")
+        if reads:
+            at = next(place for place, line in enumerate(lines) if line.startswith("with ") or ".step(" in line)
+            lines.insert(at, f"before = grads_of({{{self._shown(of)}}})")
+        self._on(None, *lines)
+        if drops:
+            # A GradScaler that skips a step makes its scale smaller.
+            self._put(f"{'' if scaler is None else f'if {scaler}.get_scale() >= scale: '}opt{of}.zero_grad()")
+        if self.program.optimizers[of].schedule is not None:
+            self._put(f"schedule{of}.step()")
+        self._show(of, ", before=before" if reads else "")
+
+    def _lines_of(self, action: Step) -> list[str]:
+        """Returns what takes the step, and writes what comes before it."""
+        of = action.of
         opt, scaler = f"opt{of}", f"scaler{of}"
         clip = f"torch.nn.utils.clip_grad_norm_([{', '.join(self._params[of])}], 0.5)"
         skip = f"with {opt}.skip_synchronize():"
@@ -183,15 +220,14 @@ class Source:
                 lines = [f"{opt}.step(closure)"]
             case _:
                 raise ValueError(action.how)
-        self._on(None, *lines)
-        if self.program.optimizers[of].schedule is not None:
-            self._put(f"schedule{of}.step()")
-        self._show(of)
+        return lines
 
-    def _show(self, of: int) -> None:
-        shown = ", ".join(f'"{name}": {name}' for name in self._params[of])
+    def _shown(self, of: int) -> str:
+        return ", ".join(f'"{name}": {name}' for name in self._params[of])
+
+    def _show(self, of: int, more: str = "") -> None:
         scale = f", scaler{of}.get_scale()" if self.program.optimizers[of].scaler is not None else ""
-        self._put(f"show({self._at}, {{{shown}}}, inner{of}{scale})")
+        self._put(f"show({self._at}, {{{self._shown(of)}}}, inner{of}{scale}{more})")
 
     def _zerograd(self, action: ZeroGrad) -> None:
         if action.of is None:
@@ -256,6 +292,13 @@ class Source:
             case _:
                 raise ValueError(action.how)
 
+    def _consolidate(self, action: Consolidate) -> None:
+        of = action.of
+        self._put(f"opt{of}.consolidate_state_dict(to=None)")
+        self._put(f"show({self._at}, {{}}, inner{of}, state=opt{of}.state_dict())")
+        if action.loads:
+            self._put(f"opt{of}.load_state_dict(copy.deepcopy(opt{of}.state_dict()))")
+
     def _read(self, action: Read) -> None:
         of = action.of
         line = {
@@ -311,7 +354,7 @@ import hvdlite as hvd
 
 {text}
 
-def show(step, params, inner, scale=None):
+def show(step, params, inner, scale=None, before=None, state=None):
     for name, each in params.items():
         grad = None if each.grad is None else each.grad.to_dense().tolist()
         print(f"[{{hvd.rank()}}] action {{step}}: {{name}} = {{each.tolist()}}, grad {{grad}}", flush=True)

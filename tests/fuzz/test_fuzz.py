@@ -161,7 +161,7 @@ def test_the_truth_is_the_gradient_of_the_mean_loss_of_all_ranks():
         (Backward(terms), Step(0)),
     )
     found: list[str] = []
-    truth = Truth(program, range(3), Rules([1], 3), 1, found.append)
+    truth = Truth(program, range(3), Rules([1], 3), "aaa", found.append)
     params = [prelude.param(each.shape, number) for number, each in enumerate(program.params)]
     losses = [prelude.use(params[0], 5, rank) for rank in range(3)]
     (sum([*losses, prelude.use(params[1], 6, 1)]) / 3).backward()
@@ -194,7 +194,8 @@ def test_programs_have_all_that_they_can_have():
         Backward Step ZeroGrad Freeze SetGrad AddParam Reload Read SetRate Collective Join
         plain synchronize clip twice closure scaler unscale
         SGD AdamW Adagrad op backward_passes_per_step bucket_cap_mb groups sparse_as_dense gradient_predivide_factor
-        step_on_arrival max_norm exchange hvd.Compression.int8 hvd.Compression.int4 hvd.Compression.topk
+        step_on_arrival max_norm exchange
+        shard Normed Consolidate hvd.Compression.int8 hvd.Compression.int4 hvd.Compression.topk
         hvd.Compression.powersgd hvd.Compression.fp16 hvd.Compression.bf16
     """
     for each in often.split():

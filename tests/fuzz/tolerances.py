@@ -30,16 +30,19 @@ _LEAST_HALVES = 2.4e-7
 class Tolerance:
     """The tolerances of one optimizer; they are relative to the largest of the gradients that are averaged."""
 
-    def __init__(self, wrapped: Wrapped, hosts: int) -> None:
+    def __init__(self, wrapped: Wrapped, hosts: int, *, frees: bool) -> None:
+        """``frees``: gradients are gone after a step, and were not compared in each."""
         compression = str(wrapped.option("compression", ""))
         self._wire = max((of for word, of in _OF_CAST.items() if word in compression), default=0.0)
         self._codec = max((of for word, of in _OF_CODEC.items() if word in compression and hosts > 1), default=0.0)
         self._least = _LEAST_HALVES if "fp16" in compression else 1e-300
-        self._frees = bool(wrapped.option("step_on_arrival"))
+        self._frees = frees
         # The largest first step, in learning rates: RMSprop's is 1 / sqrt(1 - alpha).
         self._first_step = 10 if wrapped.kind == "RMSprop" else 1
         self._dtypes: set[torch.dtype] = set()
         self._largest: dict[str, float] = {}
+        # That of all steps.
+        self._largest_ever = 0.0
         # The largest of a rank's sums of passes in this step, by rank and parameter.
         self._peaks: dict[tuple[int, str], float] = {}
         # With a codec numbers share a scale, and what rounding has taken from earlier steps is added.
@@ -62,6 +65,7 @@ class Tolerance:
         self._largest[name] = largest
         self._dtypes.update(grad.dtype for grad in grads.values() if grad is not None)
         self._largest_of_all = max(self._largest_of_all, largest)
+        self._largest_ever = max(self._largest_ever, self._largest_of_all)
 
     def of_grad(self, name: str, param: Tensor, clipped: Sequence[Tensor] = ()) -> float:
         """``clipped``: the parameters whose gradients' norm all have been multiplied by something of."""
@@ -73,7 +77,6 @@ class Tolerance:
 
     def of_param(self, param: Tensor, rate: float) -> float:
         """The same optimizer has had the same gradients."""
-        # With step_on_arrival gradients are gone after the step, and were not compared.
         others = [_OF_DTYPE[dtype] for dtype in self._dtypes] if self._frees else []
         # A gradient that rounding takes away is then a whole step less, where steps do not depend on its size.
         lost = 4 * self._first_step * rate if self._frees and max([self._wire, self._codec, *others]) > 1e-4 else 0.0
@@ -83,6 +86,14 @@ class Tolerance:
         return (
             max(_OF_DTYPE[param.dtype], self._wire, min(self._codec, 1e9), *others) * (size + 10 * rate) + lost + 1e-300
         )
+
+    def of_state(self, state: Tensor, param: Tensor) -> float:
+        """Of a tensor in the optimizer's state of this parameter, which has moments of gradients, or sums."""
+        if self._codec:
+            return math.inf
+        rel = max([self._wire, _OF_DTYPE[param.dtype], *(_OF_DTYPE[each] for each in self._dtypes)])
+        # Steps may have cancelled each other.
+        return 10 * rel * max(_size_of(state), self._largest_ever, self._largest_ever**2) + 1e-300
 
     def of_joined(self, param: Tensor, rate: float) -> float:
         """The gradients were not compared on the way."""

@@ -24,6 +24,7 @@ from .program import (
     Action,
     AddParam,
     Backward,
+    Consolidate,
     Freeze,
     Join,
     Param,
@@ -36,7 +37,7 @@ from .program import (
     Wrapped,
     ZeroGrad,
 )
-from .records import Record, difference_of
+from .records import Record, difference_of, difference_of_states
 from .rules import Rules
 from .source import rate_of
 from .tolerances import Tolerance
@@ -47,14 +48,22 @@ Found = Callable[[str], None]
 class Truth:
     """One process that does what some ranks, which average with each other, do together."""
 
-    def __init__(self, program: Program, ranks: Sequence[int], rules: Rules, hosts: int, found: Found) -> None:
-        """``hosts`` is their number. ``found`` is called with each difference."""
+    def __init__(
+        self, program: Program, ranks: Sequence[int], rules: Rules, hosts: Sequence[str], found: Found
+    ) -> None:
+        """``hosts`` are those of the ranks. ``found`` is called with each difference."""
         self.program = program
         self.ranks = list(ranks)
         self.rules = rules
         self._found = found
         self._wrapped = program.optimizers
-        self._tolerances = [Tolerance(wrapped, hosts) for wrapped in program.optimizers]
+        # By optimizer: whether ranks divide its work, and whether there are no gradients after a step.
+        self._divides = [each.sharers(hosts) > 1 for each in program.optimizers]
+        self._frees = [bool(each.option("step_on_arrival")) or each.sharers(hosts) > 1 for each in program.optimizers]
+        self._tolerances = [
+            Tolerance(wrapped, len(set(hosts)), frees=frees)
+            for wrapped, frees in zip(program.optimizers, self._frees, strict=True)
+        ]
         self._kinds: dict[str, Param] = {}
         self.params: dict[str, torch.nn.Parameter] = {}
         self.grads: dict[int, dict[str, Tensor | None]] = {rank: {} for rank in ranks}
@@ -107,7 +116,7 @@ class Truth:
             self._frozen[rank][param.name] = param.frozen
 
     def _optimizers(self, wrapped: Wrapped) -> list[torch.optim.Optimizer]:
-        make = getattr(torch.optim, wrapped.kind)
+        make = getattr(prelude, wrapped.kind, None) or getattr(torch.optim, wrapped.kind)
         count = len(self.ranks) if _is_adasum(wrapped) else 1
         made = []
         for _ in range(count):
@@ -130,6 +139,8 @@ class Truth:
                 self._join(action, record)
             case AddParam():
                 self._add_param(action, at)
+            case Consolidate():
+                self._consolidate(action, record)
             case _:
                 if (interpret := self._interpreters.get(type(action))) is not None:
                     interpret(action)
@@ -296,7 +307,7 @@ class Truth:
         param = self.params[name]
         if action.how == "wrapper":
             for rank in self.ranks:
-                self.rules.add_param(rank, of)
+                self.rules.settle(rank, of, "add_param_group()")
         for inner in self._inner[of]:
             if action.how in ("wrapper", "inner"):
                 inner.add_param_group({"params": [param], "lr": rate_of(self._wrapped[of], 1)})
@@ -312,6 +323,29 @@ class Truth:
             self._names[of][0] = name
         else:
             self._names[of].append(name)
+
+    def _consolidate(self, action: Consolidate, record: Record | None) -> None:
+        of = action.of
+        self._leave_if_found_apart(of)
+        for rank in self.ranks:
+            self.rules.settle(rank, of, "consolidate_state_dict()")
+        if self._unheard[of]:
+            raise Unsettled("a parameter that was put into the groups is heard from here on")
+        (inner,) = self._inner[of]
+        if record is not None and record.state is not None:
+            params = [param for group in inner.param_groups for param in group["params"]]
+            said = difference_of_states(
+                record.state,
+                inner.state_dict(),
+                lambda number, value: self._tolerances[of].of_state(value, params[number]),
+            )
+            if said is not None:
+                self._found(f"the consolidated state {said}")
+            # As they are: `load_state_dict` would cast them.
+            for number, each in record.state["state"].items():
+                inner.state[params[number]] = copy.deepcopy(each)
+        if action.loads:
+            inner.load_state_dict(copy.deepcopy(inner.state_dict()))
 
     def _reload(self, action: Reload) -> None:
         if action.how == "state":
@@ -380,6 +414,8 @@ class Truth:
             own = {rank: self.grads[rank][name] for rank in self.ranks}
             self._tolerances[of].see(name, own, divisor)
             total = combine(list(own.values()), divisor)
+            if self._divides[of] and total is not None:
+                total = total.to_dense()
             for rank in self.ranks:
                 self.grads[rank][name] = total
         # Steps without weights before those with them.
@@ -398,9 +434,12 @@ class Truth:
 
         def compare(*_: Any) -> None:
             self._is_taken = True
+            if record is not None and self._frees[of]:
+                # What the program has read before the step, which clips them.
+                self._compare_grads(of, record, action.how)
             if (max_norm := wrapped.option("max_norm")) is not None:
                 torch.nn.utils.clip_grad_norm_(params, max_norm)
-            if record is not None:
+            if record is not None and not self._frees[of]:
                 self._compare_grads(of, record, action.how)
 
         hook = inner.register_step_pre_hook(compare)
@@ -424,7 +463,9 @@ class Truth:
         if scaler is not None and record is not None and scaler.get_scale() != record.scale:
             self._found(f"the scale of optimizer {of} is {record.scale}, and should be {scaler.get_scale()}")
         for name, param in zip(self._names[of], params, strict=True):
-            left = None if wrapped.option("step_on_arrival") and self._is_taken else param.grad
+            left = None if self._frees[of] and self._is_taken else param.grad
+            if self._divides[of] and self._is_taken and record is not None and record.grads[name] is not None:
+                self._found(f"the gradient of {name} is left after the step")
             for rank in self.ranks:
                 self.grads[rank][name] = None if left is None else left.clone()
             param.grad = None
@@ -432,17 +473,21 @@ class Truth:
 
     def _compare_grads(self, of: int, record: Record, how: str) -> None:
         """Compares gradients right before they are used, and has the optimizer use those of the ranks."""
-        if self._wrapped[of].option("step_on_arrival"):
+        grads = record.before if self._frees[of] else record.grads
+        if grads is None:
             return
         params = [self.params[name] for name in self._names[of]]
         for name in self._names[of]:
             param = self.params[name]
             is_clipped = how in ("clip", "unscale", "synchronize and unscale") or self._wrapped[of].option("max_norm")
             tolerance = self._tolerances[of].of_grad(name, param, params if is_clipped else ())
-            said = difference_of(record.grads[name], param.grad, tolerance)
+            got = grads[name]
+            if self._divides[of] and got is not None:
+                # Sparse ones are made dense where each rank has a part.
+                got = got.to_dense()
+            said = difference_of(got, param.grad, tolerance)
             if said is not None:
                 self._found(f"the gradient of {name} {said}")
-            got = record.grads[name]
             if got is not None:
                 param.grad = got.clone()
 
