@@ -86,13 +86,12 @@ def fused(tensors: Sequence[Tensor], least_alone_bytes: int | None = None) -> It
 
 
 def overlapping(tensors: Sequence[Tensor]) -> set[int]:
-    """Returns the indices of tensors that share memory with another; those that are not plain by their whole storage."""
+    """Returns the indices of tensors that share memory with another; of those with gaps, all of it counts."""
     spans = []
     for number, tensor in enumerate(tensors):
-        storage = tensor.untyped_storage()
-        start, nbytes = (
-            (tensor.data_ptr(), tensor.nbytes) if is_plain(tensor) else (storage.data_ptr(), storage.nbytes())
-        )
+        start, nbytes = tensor.data_ptr(), tensor.nbytes
+        if not is_plain(tensor):
+            start, nbytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
         if nbytes:
             spans.append((start, start + nbytes, number))
     spans.sort()

@@ -18,7 +18,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..calls.operation import ELASTIC_STATE
-from ..ops.api import barrier
+from ..comm.reduce_op import Min
+from ..ops.api import allreduce, barrier
 from ..ops.broadcast import broadcast_object
 from ..ops.sendable import check_sendable, check_writable, plain_tensor
 from ..ops.sent_tensors import SentTensors
@@ -218,21 +219,40 @@ class OptimizerStateHandler(_LargeStateHandler):
     value: torch.optim.Optimizer
     _has_old_gradients = False
 
+    @property
+    def shares(self) -> bool:
+        """Whether ranks share the optimizer's state."""
+        return isinstance(self.value, DistributedOptimizer) and self.value.shard is not None
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether this rank has a part alone of the optimizer's state."""
+        return isinstance(self.value, DistributedOptimizer) and self.value._update.holds_parts
+
     def gather(self) -> None:
         """Makes the state that `save` saves that of all ranks, where they share it. Every rank must call it."""
-        if isinstance(self.value, DistributedOptimizer) and self.value.shard is not None:
+        if isinstance(self.value, DistributedOptimizer) and self.shares:
             self.value.consolidate_state_dict(to=None)
 
     def make_whole(self) -> None:
         """Gives every rank all of the state, where ranks share it: others may do so next. Every rank must call it."""
-        if isinstance(self.value, DistributedOptimizer) and self.value.shard is not None:
+        if self.shares:
             self.gather()
             with loading_in_place(self.value):
                 self.value.load_state_dict(self.value.state_dict())
 
     def save(self) -> None:
-        require_undivided(self.value, "TorchState.save", "call state.commit() on all ranks")
-        super().save()
+        if not self.holds_parts:
+            super().save()
+            return
+        current = self.value.state_dict()
+        if "shard" in current.get("hvdlite", {}):
+            raise ValueError(
+                "TorchState.save: this rank has a part alone of the optimizer's state: call state.commit() on all ranks"
+            )
+        # Nobody writes to the tensors that `gather` has made.
+        self._saved = copy.deepcopy(current, {id(tensor): tensor for tensor in _tensors_in(current["state"])})
+        self._before = ()
 
     def restore(self) -> None:
         # Ranks that are new have the tensors and groups that their program made, so those that stay must keep theirs.
@@ -261,6 +281,7 @@ class OptimizerStateHandler(_LargeStateHandler):
         return isinstance(optimizer, DistributedOptimizer) and optimizer.process_set is not global_process_set
 
     def encode(self, encoder: ValueEncoder, sent: SentTensors) -> Any:
+        require_undivided(self.value, "TorchState.sync")
         return encode_state(self._unwrapped(), encoder, sent)
 
     def params(self) -> Sequence[torch.Tensor]:
@@ -427,6 +448,12 @@ class TorchState(ObjectState):
 
     def sync(self) -> None:
         """Give everything of every rank the state that rank 0's has now, and save it. Every rank must call it."""
+        for name, handler in self._handlers.items():
+            # Not where some have come to the same ranks, or have gone back to a commit.
+            if isinstance(handler, OptimizerStateHandler) and handler.shares:
+                has_parts = torch.tensor(int(handler.holds_parts), device="cpu")
+                if allreduce(has_parts, op=Min, name=f"TorchState.sync of {name}"):
+                    handler.make_whole()
         handed: dict[str, Handed] = {}
         for name, handler in self._handlers.items():
             if isinstance(handler, StateDictHandler) and type(handler).sync is StateDictHandler.sync:

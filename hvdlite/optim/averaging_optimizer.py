@@ -26,7 +26,7 @@ from ..outside_graphs import keep_outside_graphs
 from ..steps.step_state import StepState
 from ..updates.clipping import NormClipper
 from ..updates.sharded_update import ShardedUpdate
-from ..updates.update import Update, WholeUpdate
+from ..updates.update import WholeUpdate
 from ..values import shown, whole_number
 from .arguments import check_weighted
 from .followed_groups import FollowedGroups
@@ -57,6 +57,9 @@ _UNSCALING = GradScaler._unscale_grads_.__name__
 
 # The method of Lightning's precision plugins through which they read the gradients that they clip.
 _CLIPPING = "main_params"
+
+# It would take a state dict without states of parameters for that of an optimizer without any.
+_DCP = "torch.distributed.checkpoint.state_dict"
 
 # Warn after this many steps with a single backward pass: fewer may be an accident.
 _SINGLE_PASSES = 3
@@ -128,7 +131,7 @@ class AveragingOptimizer(HorovodsAttributes):
             self._by_bucket = StepByBucket(self._optimizer, reducer)
         max_norm, shard = reducer.settings.max_norm, reducer.settings.shard
         self._clipper = None if max_norm is None else NormClipper(max_norm)
-        self._update: Update = WholeUpdate(self._optimizer, self._clipper)
+        self._update = WholeUpdate(self._optimizer, self._clipper)
         if shard is not None:
             self._update = ShardedUpdate(self._optimizer, reducer, self._clipper, shard)
         self._skipping = False
@@ -370,7 +373,8 @@ class AveragingOptimizer(HorovodsAttributes):
         """
         exchange_state = self._reducer.exchange_state.state_dict(self._groups.gone())
         parts = {_EXCHANGE: exchange_state, _OUTER: self._reducer.step.state_dict()}
-        state, shard = self._update.state_dict()
+        is_dcp = sys._getframe(1).f_globals.get("__name__") == _DCP
+        state, shard = self._update.state_dict(whole_for="torch.distributed.checkpoint" if is_dcp else None)
         parts |= {_SHARD: shard}
         kept: dict[str, Any] = {owner: part for owner, part in parts.items() if part}
         if _EXCHANGE in kept and (scale := self._reducer.exchange_state.scale) is not None:

@@ -50,6 +50,7 @@ from .arguments import (
 )
 from .autotune import tuned_cap
 from .averaging_optimizer import AveragingOptimizer
+from .optimizer_state import is_plain_optimizer
 from .own_engine import Connection
 from .reducer import Reducer
 from .tuning import Described
@@ -200,6 +201,11 @@ class DistributedOptimizer(AveragingOptimizer):
         )
         settings = replace(settings, outer=check_outer(outer, settings))
         settings = replace(settings, shard=check_shard(shard, settings, optimizer))
+        if shard is not None and not is_plain_optimizer(optimizer):
+            raise ValueError(
+                f"shard={shard!r}: {type(optimizer).__name__} has its own state_dict or load_state_dict, and may keep "
+                "state elsewhere, of which other ranks would have no part: leave shard out"
+            )
         self.shard = shard
         if is_initialized() and current_world().survival is not None:
             check_survivable(settings, has_all_ranks=process_set is global_process_set)

@@ -24,6 +24,7 @@ from ..compression.casts import AnyCompression
 from ..errors import GradientError
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet
+from ..updates.update import Update
 from .arguments import check_positive_int
 from .followed_groups import FollowedGroups
 from .reducer import Reducer
@@ -88,6 +89,7 @@ class HorovodsAttributes(OptimizerProxy):
     """An optimizer proxy with Horovod's attributes. The subclasses set the fields declared here."""
 
     _reducer: Reducer
+    _update: Update
     _groups: FollowedGroups
     _skipping: bool
     # Whether the user has called `synchronize` since the last step.

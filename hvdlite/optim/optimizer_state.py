@@ -33,7 +33,7 @@ from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
 from ..values import shown
 from .fill_tensors import Filler
-from .optimizer_proxy import OptimizerProxy
+from .optimizer_proxy import HorovodsAttributes, OptimizerProxy
 
 
 def broadcast_optimizer_state(
@@ -70,9 +70,7 @@ def broadcast_optimizer_state(
     sent, error = SentTensors(), None
     if is_root:
         try:
-            require_undivided(
-                optimizer, kind, "all are of one state already, and after load_state_dict() it can be sent"
-            )
+            require_undivided(optimizer, kind)
             encoded = encode_state(own, ValueEncoder(sent.refer), sent)
             data = json.dumps([encoded, sent.packed()]).encode()
         except Exception as caught:  # noqa: BLE001 - whatever the methods of an object raise
@@ -114,11 +112,13 @@ def what_is_equal(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def require_undivided(optimizer: Any, kind: str, way_out: str) -> None:
+def require_undivided(optimizer: Any, kind: str) -> None:
     """Raises ValueError if this rank has a part alone of the state of an optimizer with ``shard=``."""
-    shard = optimizer.shard if isinstance(optimizer, OptimizerProxy) else None
-    if shard is not None and "shard" in optimizer.state_dict().get("hvdlite", {}):
-        raise ValueError(f"{kind}: with shard={shard!r} each rank has a part alone of the optimizer's state: {way_out}")
+    if isinstance(optimizer, HorovodsAttributes) and optimizer._update.holds_parts:
+        raise ValueError(
+            f"{kind}: with shard={optimizer.shard!r} each rank has a part alone of the optimizer's state, and all "
+            "are of one state already; what load_state_dict() has loaded is sent"
+        )
 
 
 def unwrapped(optimizer: Any, kind: str) -> Any:

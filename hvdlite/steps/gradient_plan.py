@@ -11,7 +11,8 @@ Each kind of step has one. `averaged_step` sends what is planned here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +33,9 @@ from ..comm.group import Group
 from ..exchanges.sparse_gather import SparseParameters
 from .step_state import StepPhase
 from .step_world import Added, Buffers, CarriedOver, StepWorld
+
+# The most all-gathers of whole buckets at a time: engines other than shared memory's have memory of their own for each.
+MOST_GATHERS = 2
 
 
 class GradientPlan:
@@ -132,17 +136,19 @@ class GradientPlan:
         """
         if not self.exchange.in_parts:
             return
-        waits = []
+        waits = deque[Callable[[], None]]()
         for number, bucket in enumerate(self.layout.buckets):
             if bucket.collect():
+                if len(waits) == MOST_GATHERS:
+                    waits.popleft()()
                 flat, bounds = bucket.memory.gradients, bucket.plan.bounds
                 others = [
                     (a, flat[a:b]) for rank, (a, b) in enumerate(pairwise(bounds)) if rank != group.rank and a < b
                 ]
                 what = f"the all-gather of the {bucket.plan.describe()} ({self._world.trace.name_of(number)})"
                 waits.append(group.begin_gather(flat, [b - a for a, b in pairwise(bounds)], others, what))
-        for wait in waits:
-            wait()
+        while waits:
+            waits.popleft()()
 
     def drop_gradients(self) -> None:
         """Sets all gradients to None, and frees the buckets' memory until the next gradient."""

@@ -64,8 +64,9 @@ class NormClipper:
     @staticmethod
     def squares_of(parts: Sequence[Tensor]) -> float:
         """Returns the sum of the squares of the gradients of these parts of parameters, in float64."""
-        norms = [torch.linalg.vector_norm(part.grad, dtype=_wide(part.grad)) for part in parts if part.grad is not None]
-        return sum(float(norm) ** 2 for norm in norms)
+        grads = [part.grad for part in parts if part.grad is not None]
+        norms = [torch.linalg.vector_norm(grad, dtype=_wide(grad)).to(grads[0].device) for grad in grads]
+        return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     @torch.no_grad()
     def clip_parts(self, parts: Sequence[Tensor], norm: Tensor) -> None:

@@ -25,6 +25,7 @@ from ..buckets.plan import ParamSpec, is_dense
 from ..comm.flat_bytes import as_bytes, plain
 from ..comm.group import Group
 from ..errors import GradientError
+from ..ops.failures import raise_together
 from ..ops.sent_tensors import SentTensors, resolver, room_for
 from ..ops.typed_values import ValueDecoder, ValueEncoder
 from ..outside_graphs import keep_outside_graphs
@@ -186,11 +187,16 @@ def gather_states(
     """
     sent = SentTensors()
     encoder = ValueEncoder(sent.refer)
-    own = [
-        [piece.name, piece.start, piece.stop, encoder.encode(dict(states[piece.tensor]), piece.name)]
-        for piece in pieces
-        if states.get(piece.tensor)
-    ]
+    failure: Exception | None = None
+    own = []
+    try:
+        for piece in pieces:
+            if states.get(piece.tensor):
+                state = encoder.encode(dict(states[piece.tensor]), f"state of {piece.name!r}")
+                own.append([piece.name, piece.start, piece.stop, state])
+    except Exception as error:  # noqa: BLE001 - whatever the methods of an object raise; the other ranks wait
+        failure = error
+    raise_together(group, failure, what)
     headers = group.all_gather_signed(json.dumps([own, sent.packed()]).encode(), what)
     data = [as_bytes(plain(tensor).cpu()) for tensor in sent.tensors]
     all_bytes = group.all_gather(torch.cat(data) if data else torch.empty(0, dtype=torch.uint8, device="cpu"), what)

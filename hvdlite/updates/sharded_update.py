@@ -14,9 +14,8 @@ This is the first stage of ZeRO (arXiv 1910.02054), with parts of buckets as in 
 from __future__ import annotations
 
 import copy
-import sys
 import uuid
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -34,15 +33,14 @@ from ..comm.group import Group
 from ..comm.hierarchy import host_groups_of
 from ..errors import GradientError
 from ..log import log
+from ..ops.failures import raise_together
 from ..outside_graphs import keep_outside_graphs
+from ..steps.gradient_plan import MOST_GATHERS
 from ..steps.step import Arrived, Step
 from ..steps.step_world import OptimizerEngine
 from .clipping import NormClipper
 from .divided_state import ParameterPiece, check_whole, gather_states, joined, pieces_of, showing, slice_state
 from .update import narrowed
-
-# It would take a state dict without states of parameters for that of an optimizer without any.
-_DCP = "torch.distributed.checkpoint.state_dict"
 
 
 class SharedAverages(Protocol):
@@ -86,6 +84,8 @@ class ShardedUpdate:
         # States of parameters that have left the groups, as long as the program has these.
         self._gone = WeakTensorKeyDictionary()
         self._has_told = False
+        # In this step: for each bucket, whether any rank has had a gradient of it.
+        self._used: list[bool] = []
         # Whether `_take_in` has seen what was loaded last, and has left this rank's part.
         self._has_parts = False
         # Whether a checkpoint was loaded that `_take_in` has not seen yet.
@@ -122,7 +122,7 @@ class ShardedUpdate:
     def _enter(self, everyone: Group, sharers: RankAndSize) -> None:
         """Goes on in another world, if all ranks have the same parts there."""
         state = self._optimizer.state
-        has_state = self._holds_parts and any(state.get(piece.tensor) for _, piece in self._own())
+        has_state = self.holds_parts and any(state.get(piece.tensor) for _, piece in self._own())
         told = [has_state, self._sharers.rank, self._sharers.size, sharers.rank, sharers.size]
         of_all = everyone.all_gather_json(told, f"dividing the state of {self._name}")
         if any(has for has, *_ in of_all):
@@ -167,8 +167,11 @@ class ShardedUpdate:
                 assert self._sharing is not None, "`follow` has entered a world"
                 parts = gather_states(own, self._optimizer.state, self._sharing, what, keeps=True)
                 for name, of_all in parts.items():
-                    to = self._optimizer.state if id(params[name]) in owners else self._gone
-                    to[params[name]] = self._there(params[name], joined(name, params[name], of_all))
+                    param, whole = params[name], joined(name, params[name], of_all)
+                    if id(param) in owners:
+                        self._optimizer.state[param] = self._there(param, whole)
+                    else:
+                        self._gone[param] = whole
         for piece in known.values():
             if not piece.is_whole:
                 self._optimizer.state.pop(piece.tensor, None)
@@ -177,11 +180,10 @@ class ShardedUpdate:
     def _there(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Returns a state in CPU memory where the optimizer keeps that of this parameter."""
         group = next((each for each in self._optimizer.param_groups if any(p is param for p in each["params"])), {})
-        moves_all = group.get("capturable") or group.get("fused")
+        # As in torch.optim.Optimizer.load_state_dict.
+        stays = () if group.get("capturable") or group.get("fused") else ("step",)
         return {
-            key: value.to(param.device)
-            if isinstance(value, Tensor) and (moves_all or value.shape == param.shape)
-            else value
+            key: value.to(param.device) if isinstance(value, Tensor) and key not in stays else value
             for key, value in state.items()
         }
 
@@ -190,7 +192,8 @@ class ShardedUpdate:
         state, mine = self._optimizer.state, {id(piece.param): piece for _, piece in self._own() if piece.is_whole}
         sliced = {id(piece.param): piece for _, piece in self._own() if not piece.is_whole}
         params = [each.param for bucket in self._buckets for each in bucket.states]
-        return [(param, sliced.get(id(param))) for param in params if id(param) not in mine and param in state]
+        # Not those of which the program has only asked for the state, which makes an empty one.
+        return [(param, sliced.get(id(param))) for param in params if id(param) not in mine and state.get(param)]
 
     def _take_in(self) -> None:
         """Keeps a copy of this rank's part of states of whole parameters, as a checkpoint has them, and no other."""
@@ -198,11 +201,11 @@ class ShardedUpdate:
         for bucket in self._buckets if self._gone else ():
             for each in bucket.states:
                 if each.param in self._gone:
-                    state[each.param] = self._gone[each.param]
+                    state[each.param] = self._there(each.param, self._gone[each.param])
                     del self._gone[each.param]
         for param, piece in self._whole_states():
             whole = state.pop(param)
-            if whole and piece is not None:
+            if piece is not None:
                 state[piece.tensor] = slice_state(piece, whole, type(self._optimizer).__name__)
         self._has_parts = self._sharers.size > 1
         if self._has_loaded:
@@ -221,12 +224,13 @@ class ShardedUpdate:
             if self._clipper is not None:
                 self._clipper.clip(params)
             return
-        for bucket in self._buckets:
-            bucket.collect()
+        self._used = [bucket.collect() for bucket in self._buckets]
+        for piece in (piece for of_ranks in self._pieces for pieces in of_ranks for piece in pieces):
+            # An error is one of all ranks.
+            piece.refresh()
         present = {id(param) for param in params}
         having = []
         for bucket, piece in self._own():
-            piece.refresh()
             if not piece.is_whole:
                 piece.tensor.grad = None if piece.param.grad is None else piece.of(bucket.memory.gradients)
             if piece.tensor.grad is not None and id(piece.param) in present:
@@ -282,16 +286,17 @@ class ShardedUpdate:
         """Gives all ranks the parameters. Waits for them."""
         group = self._sharing
         assert group is not None, "`follow` has entered a world"
-        waits, written = [], []
+        waits, written = deque[Callable[[], None]](), list[Tensor]()
         for number, (bucket, pieces) in enumerate(zip(self._buckets, self._pieces, strict=True)):
-            if not bucket.collect():
+            if not self._used[number]:
                 continue
+            if len(waits) == MOST_GATHERS:
+                waits.popleft()()
             # The gradients have been used, and their memory may be the engine's own, which others can read.
             flat = bucket.memory.gradients
             others = []
             for rank, of_rank in enumerate(pieces):
                 for piece in of_rank:
-                    piece.refresh()
                     if rank == group.rank:
                         piece.of(flat).copy_(piece.values)
                     elif piece.values.numel():
@@ -299,29 +304,32 @@ class ShardedUpdate:
             counts = [stop - start for start, stop in pairwise(bucket.plan.bounds)]
             waits.append(group.begin_gather(flat, counts, others, f"the parameters of bucket {number} ({self._name})"))
             written += [state.param for state in bucket.states]
-        for wait in waits:
-            wait()
+        while waits:
+            waits.popleft()()
         mark_written(written)
 
     # -- states
 
     @property
-    def _holds_parts(self) -> bool:
+    def holds_parts(self) -> bool:
         """Whether this rank has its part of the optimizer's state alone, rather than a state that was loaded."""
         return self._has_parts and not self._whole_states()
 
-    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the optimizer's state dict; where ranks share it, without states of parameters, and this rank's."""
+    def state_dict(self, *, whole_for: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the optimizer's state dict; where ranks share it, without states of parameters, and this rank's.
+
+        Raises ValueError with the name ``whole_for``, of what needs all of it, if that is not there.
+        """
         optimizer = self._optimizer
         if self._whole is not None:
             with showing(optimizer, {**self._others(), **self._whole}):
                 return optimizer.state_dict(), {}
-        if not self._holds_parts:
+        if not self.holds_parts:
             with showing(optimizer, {key: value for key, value in optimizer.state.items() if value}):
                 return optimizer.state_dict(), {}
-        if sys._getframe(2).f_globals.get("__name__") == _DCP:
+        if whole_for is not None:
             raise ValueError(
-                f"torch.distributed.checkpoint: with shard={self._shard.scope!r} this rank has a part alone of the "
+                f"{whole_for}: with shard={self._shard.scope!r} this rank has a part alone of the "
                 f"state of {self._name}: call optimizer.consolidate_state_dict(to=None) on all ranks before"
             )
         parts = {
@@ -339,7 +347,7 @@ class ShardedUpdate:
         with showing(optimizer, self._others()):
             state = optimizer.state_dict()
         own = {"scope": self._shard.scope, "rank": self._sharers.rank, "size": self._sharers.size, "parts": parts}
-        return state, own if parts else {}
+        return state, own
 
     def _others(self) -> dict[Any, Any]:
         """Returns what the optimizer's state has of no parameter."""
@@ -348,6 +356,7 @@ class ShardedUpdate:
     def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
         """Loads this rank's part of a state, or the state of an optimizer that no ranks share."""
         self._whole = None
+        self._gone.clear()
         if not own:
             check_whole(self._optimizer, state, slices=self._shard.slices)
             self._optimizer.load_state_dict(state)
@@ -384,11 +393,17 @@ class ShardedUpdate:
         if group.size == 1:
             return
         whole: dict[Tensor, dict[str, Any]] = {}
+        failure: GradientError | None = None
         for number, (bucket, pieces) in enumerate(zip(self._buckets, self._pieces, strict=True)):
             what = f"consolidating the state of bucket {number} ({self._name})"
             parts = gather_states(pieces[group.rank], self._optimizer.state, group, what, keeps=keeps)
             param_of = {state.name: state.param for state in bucket.states}
-            whole.update({param_of[name]: joined(name, param_of[name], of_all) for name, of_all in parts.items()})
+            try:
+                whole.update({param_of[name]: joined(name, param_of[name], of_all) for name, of_all in parts.items()})
+            except GradientError as error:
+                failure = error
+        assert self._all is not None, "`follow` has entered a world"
+        raise_together(self._all, failure, f"consolidating the state of {self._name}")
         self._whole = whole if keeps else None
 
 

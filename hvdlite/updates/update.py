@@ -38,8 +38,15 @@ class Update(Protocol):
         Where ranks share the step, every rank must call it, and waits for all.
         """
 
-    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the optimizer's state dict, and this rank's part of a state that is not in it."""
+    @property
+    def holds_parts(self) -> bool:
+        """Whether this rank has a part alone of the optimizer's state."""
+
+    def state_dict(self, *, whole_for: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the optimizer's state dict, and this rank's part of a state that is not in it.
+
+        Raises ValueError with the name ``whole_for``, of what needs all of it, if that is not there.
+        """
 
     def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
         """Loads what `state_dict` returned; or the state of an optimizer that is not shared, and nothing else."""
@@ -65,7 +72,12 @@ class WholeUpdate:
         """Takes the step."""
         return self._optimizer.step() if closure is None else self._optimizer.step(closure)
 
-    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    @property
+    def holds_parts(self) -> bool:
+        """Always False."""
+        return False
+
+    def state_dict(self, *, whole_for: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the optimizer's state dict."""
         return self._optimizer.state_dict(), {}
 

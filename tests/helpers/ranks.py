@@ -142,6 +142,8 @@ def attempt_threads(size: int, function: Callable[[int], Any]) -> list[Any]:
     outcomes: list[Any] = [None] * size
 
     def run(rank: int) -> None:
+        # In each thread: MKL's number of threads is this thread's own, and decides about the last bits.
+        torch.set_num_threads(1)
         try:
             outcomes[rank] = function(rank)
         except BaseException as error:  # noqa: BLE001 - the test gets it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -268,13 +269,14 @@ def steps_in(way: Callable[..., None], group: Group, make: Make, **options: Any)
     return model
 
 
+@pytest.mark.parametrize(("size", "engine"), [(3, "shared memory"), (2, "gloo")])
 @pytest.mark.parametrize("way", WAYS)
-def test_it_has_the_same_bits_beside_what_else_a_program_does(way):
+def test_it_has_the_same_bits_beside_what_else_a_program_does(way, size, engine):
     def train(group: Group) -> None:
         for make in (torch.optim.AdamW, PerParameter):
             assert bits(steps_in(way, group, make, shard="world")) == bits(steps_in(way, group, make)), make
 
-    run_ranks(3, train, engine="shared memory")
+    run_ranks(size, train, engine=engine)
 
 
 def test_a_parameter_that_comes_under_the_name_of_one_that_has_gone_has_its_own_update_and_state():
@@ -533,9 +535,10 @@ def test_ranks_that_have_counted_different_steps_say_so_when_they_consolidate():
             each["step"] += group.rank
         optimizer.consolidate_state_dict()
 
-    first, *_ = attempt_ranks(2, train, engine="shared memory")
+    first, second = attempt_ranks(2, train, engine="shared memory")
     assert isinstance(first, hvd.GradientError)
     assert "different values of 'step'" in str(first)
+    assert "different values of 'step'" in str(second)
 
 
 def test_the_state_of_a_root_is_sent_before_the_first_step_and_refused_after_it():
@@ -549,10 +552,42 @@ def test_the_state_of_a_root_is_sent_before_the_first_step_and_refused_after_it(
         params[0].sum().backward()
         optimizer.step()
         assert [int(each["step"]) for each in optimizer.state.values()] == [4]
-        with pytest.raises(TypeError, match="each rank has a part alone"):
-            hvd.broadcast_optimizer_state(optimizer, 0)
+        for consolidates in (False, True):
+            if consolidates:
+                # Only for the next state_dict().
+                optimizer.consolidate_state_dict(to=None)
+            with pytest.raises(TypeError, match="each rank has a part alone"):
+                hvd.broadcast_optimizer_state(optimizer, 0)
 
     run_worlds(2, train)
+
+
+@pytest.mark.parametrize("make", [lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), torch.optim.Adafactor])
+def test_an_elastic_state_may_be_sent_again_to_ranks_that_have_parts_of_it(make):
+    def train(rank: int, shard: str | None) -> list[Tensor]:
+        params = [nn.Parameter(torch.ones(100)), nn.Parameter(torch.ones(30))]
+        optimizer = hvd.DistributedOptimizer(make(params), shard=shard)
+        state = hvd.elastic.TorchState(optimizer=optimizer, batch=0)
+        for step in range(6):
+            optimizer.zero_grad()
+            sum((param * (rank + step)).sin().sum() for param in params).backward()
+            optimizer.step()
+            if step == 2:
+                state.commit()
+            if step in (2, 3):
+                # As where the training function is called again, after a commit and without one.
+                state.sync()
+            if step == 4:
+                # With the state of the last sync.
+                state.restore()
+        if shard:
+            with pytest.raises(ValueError, match=r"call state\.commit\(\) on all ranks"):
+                state.save()
+        return [param.detach() for param in params]
+
+    whole = run_worlds(2, lambda rank: train(rank, None))[0]
+    for got in run_worlds(2, lambda rank: train(rank, "world")):
+        assert all(map(torch.equal, got, whole))
 
 
 # -- what does not work
@@ -625,11 +660,13 @@ def test_a_parameter_with_gaps_in_its_memory_is_refused():
         assert "has gaps in its memory" in str(each)
 
 
+@pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adafactor])
-def test_a_model_that_is_converted_to_other_strides_is_an_error(make):
+def test_a_model_that_is_converted_to_other_strides_is_an_error(make, max_norm):
     def train(group: Group) -> None:
         model = copy.deepcopy(EMBEDDED.image).to(memory_format=torch.contiguous_format)
-        optimizer = hvd.DistributedOptimizer(make(model.parameters()), process_set=set_of(group), shard="world")
+        inner = make(model.parameters())
+        optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), shard="world", max_norm=max_norm)
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.ones(1, 3, 5, 5)).sum().backward()
@@ -652,6 +689,108 @@ def test_an_error_of_one_ranks_own_step_is_one_of_all_ranks():
     told = [str(each) for each in attempt_ranks(2, train, engine="shared memory")]
     assert sum("Adafactor does not support complex parameters" in each for each in told) == 2, told
     assert sum("failed to update its part of" in each for each in told) == 1, told
+
+
+def test_what_cannot_be_sent_is_an_error_of_all_ranks():
+    def train(group: Group) -> None:
+        _, optimizer = trained(group, torch.optim.AdamW, shard="world")
+        if group.rank == 1:
+            next(iter(optimizer.state.values()))["a lock"] = threading.Lock()
+        optimizer.consolidate_state_dict()
+
+    told = [str(each) for each in attempt_ranks(2, train, engine="shared memory")]
+    assert all("a lock" in each or "lock" in each for each in told), told
+
+
+def test_a_rank_without_a_part_of_the_state_says_so_in_its_own():
+    def train(group: Group) -> None:
+        def make() -> hvd.DistributedOptimizer:
+            params = [nn.Parameter(torch.ones(3))]
+            return hvd.DistributedOptimizer(torch.optim.AdamW(params), process_set=set_of(group), shard="world")
+
+        def step(optimizer: hvd.DistributedOptimizer) -> float:
+            (param,) = optimizer.param_groups[0]["params"]
+            (param * (1 + group.rank)).sin().sum().backward()
+            optimizer.step()
+            return param.sum().item()
+
+        optimizer, again = make(), make()
+        step(optimizer)
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        with torch.no_grad():
+            again.param_groups[0]["params"][0].copy_(optimizer.param_groups[0]["params"][0])
+        assert step(again) == step(optimizer)
+
+    run_ranks(2, train, engine="shared memory")
+
+
+def test_a_state_that_was_only_asked_for_changes_nothing():
+    def train(group: Group) -> None:
+        model, optimizer = trained(group, torch.optim.AdamW, shard="world", steps=2)
+        assert [optimizer.state[param] for param in model.parameters()]
+        assert "shard" in optimizer.state_dict()["hvdlite"]
+        whole, _ = trained(group, torch.optim.AdamW)
+        take_steps(group, model, optimizer, range(2, 3))
+        assert bits(model) == bits(whole)
+
+    run_ranks(2, train, engine="shared memory")
+
+
+def test_gradients_that_the_program_sets_on_what_is_frozen_are_used_on_all_ranks():
+    def train(group: Group, **options: Any) -> list[Tensor]:
+        params = [nn.Parameter(torch.ones(40), requires_grad=False), nn.Parameter(torch.ones(50))]
+        optimizer = hvd.DistributedOptimizer(
+            PerParameter(params), process_set=set_of(group), bucket_cap_mb=0.0001, **options
+        )
+        for _ in range(2):
+            params[1].sum().backward()
+            optimizer.synchronize()
+            params[0].grad = torch.full((40,), 2.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach() for param in params]
+
+    whole = run_ranks(2, train, engine="shared memory")[0]
+    for got in run_ranks(2, lambda group: train(group, shard="world"), engine="shared memory"):
+        assert all(map(torch.equal, got, whole))
+
+
+def test_a_checkpoint_is_the_state_also_of_a_parameter_that_comes_back_later():
+    def train(group: Group, **options: Any) -> list[Tensor]:
+        params = [nn.Parameter(torch.ones(100)), nn.Parameter(torch.ones(60))]
+        optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(params), process_set=set_of(group), **options)
+        own = optimizer.param_groups[0]["params"]
+
+        def step() -> None:
+            optimizer.zero_grad()
+            sum((param * (group.rank + 1)).sin().sum() for param in params).backward()
+            optimizer.step()
+
+        step()
+        own[:] = params[:1]
+        step()
+        params[1].grad = None
+        optimizer.consolidate_state_dict(to=None)
+        saved = copy.deepcopy(optimizer.state_dict())
+        step()
+        optimizer.load_state_dict(saved)
+        own.append(params[1])
+        params[1].grad = None
+        step()
+        return [param.detach() for param in params]
+
+    shared = run_ranks(2, lambda group: train(group, shard="world"), engine="shared memory")
+    assert all(map(torch.equal, *shared))
+
+
+def test_an_optimizer_that_keeps_state_elsewhere_is_refused():
+    class Own(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "own": 1}
+
+    with pytest.raises(ValueError, match=r"shard='world': Own has its own state_dict"):
+        run_worlds(1, lambda _: hvd.DistributedOptimizer(Own(MODEL.parameters()), shard="world"))
 
 
 def test_an_optimizer_in_parts_cannot_be_copied():
