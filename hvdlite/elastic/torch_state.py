@@ -451,7 +451,7 @@ class TorchState(ObjectState):
         for name, handler in self._handlers.items():
             # Not where some have come to the same ranks, or have gone back to a commit.
             if isinstance(handler, OptimizerStateHandler) and handler.shares:
-                has_parts = torch.tensor(int(handler.holds_parts), device="cpu")
+                has_parts = torch.tensor(handler.holds_parts, dtype=torch.int32, device="cpu")
                 if allreduce(has_parts, op=Min, name=f"TorchState.sync of {name}"):
                     handler.make_whole()
         handed: dict[str, Handed] = {}
