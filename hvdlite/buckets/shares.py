@@ -47,6 +47,7 @@ class Sharing:
         """Returns how to share the work of this optimizer, by its class."""
         kind = type(optimizer)
         slices = kind in _ELEMENTWISE or getattr(kind, "updates_elementwise", False) is True
+        # By name, since many programs have a Muon of their own. It decides about the balance alone.
         return cls(scope, slices, is_cubic=kind.__name__ == "Muon")
 
     def describe(self) -> str:

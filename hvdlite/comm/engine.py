@@ -114,8 +114,8 @@ class Engine(ABC):
     So the caller needs no copy of a tensor that has to stay unchanged, and no second pass to divide.
     """
 
-    gathers_in_place: bool = False
-    """Whether there is `gather`, for CPU tensors."""
+    gathers_parts: bool = False
+    """Whether there is `allgather_parts`, for CPU tensors."""
 
     def __init__(self) -> None:
         self._state = EngineState()
@@ -155,12 +155,12 @@ class Engine(ABC):
         """
         raise NotImplementedError
 
-    def gather(self, flat: Tensor, counts: Sequence[int], into: Sequence[tuple[int, Tensor]], /) -> EngineWork:
+    def allgather_parts(self, flat: Tensor, counts: Sequence[int], into: Sequence[tuple[int, Tensor]], /) -> EngineWork:
         """Copy what is wanted of other ranks' parts of a flat tensor, of which each rank has as much, to its place.
 
         This rank's part lies in ``flat`` at its place: ``counts`` are the elements of each rank's part, equal on all
         ranks. ``into`` are positions in ``flat``, each with a flat tensor for the elements there; these lie in one
-        rank's part. The rest of ``flat`` is neither read nor written. Only where the engine `gathers_in_place`.
+        rank's part. The rest of ``flat`` is neither read nor written. Only where the engine `gathers_parts`.
         """
         raise NotImplementedError
 
@@ -277,8 +277,8 @@ class DelegatingEngine(Engine):
     def allgather_base(self, output: Tensor, input: Tensor, /) -> EngineWork:
         return self.engine_for(input).allgather_base(output, input)
 
-    def gather(self, flat: Tensor, counts: Sequence[int], into: Sequence[tuple[int, Tensor]], /) -> EngineWork:
-        return self.engine_for(flat).gather(flat, counts, into)
+    def allgather_parts(self, flat: Tensor, counts: Sequence[int], into: Sequence[tuple[int, Tensor]], /) -> EngineWork:
+        return self.engine_for(flat).allgather_parts(flat, counts, into)
 
     def revoke(self, reason: str, /) -> None:
         super().revoke(reason)

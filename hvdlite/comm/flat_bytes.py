@@ -2,7 +2,8 @@
 Converts tensors to flat memory and back: a tensor's bytes, and several tensors in one buffer.
 
 To send several tensors in one collective, `fused` groups them by dtype and device, `flat_of` copies a group into one
-flat tensor, and `pieces_of` and `own_memory` take the results apart. `group`, the engines and `ops` call these.
+flat tensor, and `pieces_of` and `own_memory` take the results apart. `new_memory` and `result_memory` allocate large
+tensors so that their pages cost little. `group`, the engines and `ops` call these.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def new_memory(shape: int | torch.Size, like: Tensor) -> Tensor:
 
 
 def result_memory(shape: torch.Size, like: Tensor) -> Tensor:
-    """Returns the same for the result of a collective, where no thread but Python's own holds the tensor.
+    """Returns an uninitialized contiguous tensor for the result of a collective, which Python's threads alone hold.
 
     When a large one is freed, the next of its size gets its memory: to touch pages for the first time takes longer than
     to copy into them. Until then Linux may take it whenever it needs some. The storage of such a tensor cannot be

@@ -334,15 +334,15 @@ class Group:
         work = self._launch(what, lambda engine: engine.allgather([gathered], [padded]))
         return [part[:count] for part, count in zip(gathered, counts, strict=True)], work
 
-    def begin_gather(
+    def begin_all_gather_of_parts(
         self, flat: Tensor, counts: Sequence[int], into: Sequence[tuple[int, Tensor]], what: str
     ) -> Callable[[], None]:
         """Begin to copy what is wanted of other ranks' parts of a flat tensor; returns what waits until it is there.
 
-        The arguments are as in `Engine.gather`. ``flat`` must not be changed until all ranks have waited.
+        The arguments are as in `Engine.allgather_parts`. ``flat`` must not be changed until all ranks have waited.
         """
-        if flat.is_cpu and self.engine.gathers_in_place:
-            return self._launch(what, lambda engine: engine.gather(flat, counts, into)).wait
+        if flat.is_cpu and self.engine.gathers_parts:
+            return self._launch(what, lambda engine: engine.allgather_parts(flat, counts, into)).wait
         bounds = [0, *accumulate(counts)]
         own = flat[bounds[self.rank] : bounds[self.rank + 1]]
         parts, work = self.begin_all_gather(own, what, [count * flat.element_size() for count in counts])

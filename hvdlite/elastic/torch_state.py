@@ -231,7 +231,7 @@ class OptimizerStateHandler(_LargeStateHandler):
 
     def gather(self) -> None:
         """Makes the state that `save` saves that of all ranks, where they share it. Every rank must call it."""
-        if isinstance(self.value, DistributedOptimizer) and self.shares:
+        if isinstance(self.value, DistributedOptimizer) and self.value.shard is not None:
             self.value.consolidate_state_dict(to=None)
 
     def make_whole(self) -> None:

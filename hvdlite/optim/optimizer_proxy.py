@@ -33,7 +33,7 @@ from .reducer import Reducer
 class OptimizerProxy(torch.optim.Optimizer):
     """An optimizer, for LR schedulers, GradScaler and the like, that shares the wrapped one's state.
 
-    A subclass adds ``step``.
+    A subclass adds ``step``, ``state_dict`` and ``load_state_dict``.
     """
 
     shard: str | None = None
@@ -69,14 +69,6 @@ class OptimizerProxy(torch.optim.Optimizer):
     @defaults.setter
     def defaults(self, value: dict[str, Any]) -> None:
         self._optimizer.defaults = value
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the wrapped optimizer's state dict, so that checkpoints do not depend on the wrapping."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the wrapped optimizer's state; on every rank, or on one and then `broadcast_optimizer_state`."""
-        self._optimizer.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
         # Attributes that the wrapped optimizer's own class adds.

@@ -99,25 +99,18 @@ class AllGather:
                 output.copy_(payload[:nbytes])
             operation.finish()
             return
-        chunks = -(-nbytes // CHUNK_BYTES)
-        yield from self._stage(0, chunks)
-        for chunk in range(chunks):
-            if chunk + 1 < chunks:
-                yield from self._stage(chunk + 1, chunks)
-            through = operation.done_with(chunk, chunks)
-            yield POSTED, operation.after(chunk + 1)
-            if chunk == 0:
-                operation.check()
-            for group_rank, output in enumerate(self._outputs):
-                here = output[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
-                here.copy_(operation.chunk_of(group_rank, chunk)[: here.numel()])
-            operation.peers.advance(DONE, through)
+        yield from operation.in_chunks(-(-nbytes // CHUNK_BYTES), self._stage, self._take, is_resident=False)
+
+    def _take(self, chunk: int) -> None:
+        for group_rank, output in enumerate(self._outputs):
+            here = output[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+            here.copy_(self._operation.chunk_of(group_rank, chunk)[: here.numel()])
 
     def _stage(self, chunk: int, chunks: int) -> Steps:
         return self._operation.stage(chunk, chunks, [(0, self._flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])])
 
 
-class Gather:
+class AllGatherOfParts:
     """Copies every rank's part of some memory, of which each rank has as much, to where the other ranks want it."""
 
     def __init__(
@@ -137,25 +130,15 @@ class Gather:
         return self._operation.show_resident(self._flat)
 
     def run(self, is_resident: bool) -> Steps:
-        operation = self._operation
         longest = max(stop - start for start, stop in itertools.pairwise(self._bounds))
         chunks = max(1, -(-longest // CHUNK_BYTES))
-        if not is_resident:
-            yield from self._stage(0, chunks)
-        for chunk in range(chunks):
-            if chunk + 1 < chunks and not is_resident:
-                yield from self._stage(chunk + 1, chunks)
-            yield POSTED, operation.after(chunk + 1)
-            if chunk == 0:
-                operation.check()
-            for place, (start, stop) in enumerate(itertools.pairwise(self._bounds)):
-                self._take(place, chunk, start + chunk * CHUNK_BYTES, min(stop, start + (chunk + 1) * CHUNK_BYTES))
-            operation.peers.advance(DONE, operation.done_with(chunk, chunks))
-        # Other ranks may still read this rank's part.
-        if is_resident:
-            yield DONE, operation.end
+        yield from self._operation.in_chunks(chunks, self._stage, self._take, is_resident=is_resident)
 
-    def _take(self, place: int, chunk: int, first: int, last: int) -> None:
+    def _take(self, chunk: int) -> None:
+        for place, (start, stop) in enumerate(itertools.pairwise(self._bounds)):
+            self._take_of(place, chunk, start + chunk * CHUNK_BYTES, min(stop, start + (chunk + 1) * CHUNK_BYTES))
+
+    def _take_of(self, place: int, chunk: int, first: int, last: int) -> None:
         """Copies what is wanted of a rank's bytes from ``first`` to ``last``, which are its chunk."""
         operation, source = self._operation, None
         for start, memory in self._into:

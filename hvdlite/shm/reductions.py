@@ -240,24 +240,15 @@ class ReduceScatter:
         return self._whole is not None and self._operation.show_resident(self._whole)
 
     def run(self, is_resident: bool) -> Steps:
-        operation, peers, cell = self._operation, self._operation.peers, self._cell_bytes
-        chunks = max(1, -(-self._most_bytes // cell))
-        if not is_resident:
-            yield from self._stage(0, chunks)
-        for chunk in range(chunks):
-            if chunk + 1 < chunks and not is_resident:
-                yield from self._stage(chunk + 1, chunks)
-            yield POSTED, operation.after(chunk + 1)
-            if chunk == 0:
-                operation.check()
-            here = self._output[chunk * cell : (chunk + 1) * cell]
-            if here.numel():
-                terms = [self._term_of(group_rank, chunk, here.numel()) for group_rank in range(peers.size)]
-                self._arithmetic.into(terms, here.view(self._arithmetic.dtype))
-            peers.advance(DONE, operation.done_with(chunk, chunks))
-        # Other ranks may still read this rank's tensor.
-        if is_resident:
-            yield DONE, operation.end
+        chunks = max(1, -(-self._most_bytes // self._cell_bytes))
+        yield from self._operation.in_chunks(chunks, self._stage, self._reduce, is_resident=is_resident)
+
+    def _reduce(self, chunk: int) -> None:
+        here = self._output[chunk * self._cell_bytes : (chunk + 1) * self._cell_bytes]
+        if here.numel():
+            ranks = range(self._operation.peers.size)
+            terms = [self._term_of(group_rank, chunk, here.numel()) for group_rank in ranks]
+            self._arithmetic.into(terms, here.view(self._arithmetic.dtype))
 
     def _term_of(self, group_rank: int, chunk: int, nbytes: int) -> Tensor:
         """Returns the term of ``group_rank`` for this chunk of this rank's part."""

@@ -27,7 +27,7 @@ from ..log import log
 from .arithmetic import DTYPES, Arithmetic, factor_of
 from .board import Board
 from .control_block import LEFT, PAYLOAD_BYTES
-from .data_movement import AllGather, AllToAll, Barrier, Gather, SharedBroadcast
+from .data_movement import AllGather, AllGatherOfParts, AllToAll, Barrier, SharedBroadcast
 from .queue import CollectiveSteps, Queue
 from .reductions import Blocks, ReduceScatter, SharedAllReduce, SmallAllReduce
 from .segment import NoMemoryError
@@ -49,7 +49,7 @@ class ShmEngine(Engine):
 
     ways = MappingProxyType({"cpu": ("shared memory",)})
     reduces_in_one_pass = True
-    gathers_in_place = True
+    gathers_parts = True
 
     def __init__(
         self, context: EngineContext, name: str, when_closed: Callable[[ShmEngine], None] = lambda _: None
@@ -196,17 +196,20 @@ class ShmEngine(Engine):
             "all-gather", tensor.numel(), tensor.dtype, flat.numel(),
         )  # fmt: skip
 
-    def gather(self, flat: Tensor, counts: Sequence[int], into: Sequence[tuple[int, Tensor]], /) -> ShmWork:
+    def allgather_parts(self, flat: Tensor, counts: Sequence[int], into: Sequence[tuple[int, Tensor]], /) -> ShmWork:
         if len(counts) != self.size or sum(counts) != flat.numel():
-            raise ValueError(f"gather of {flat.numel()} elements of {self.size} ranks: the counts are {list(counts)}")
-        memory, itemsize = _checked(flat, "gather"), flat.element_size()
+            raise ValueError(
+                f"all-gather of parts: the counts {list(counts)} of {self.size} ranks are not those of {flat.numel()} "
+                "elements: pass one for each rank"
+            )
+        memory, itemsize = _checked(flat, "all-gather of parts"), flat.element_size()
         bounds = [0, *itertools.accumulate(count * itemsize for count in counts)]
-        wanted = [(start * itemsize, _checked(tensor, "gather")) for start, tensor in into]
-        # The counts differ by rank: a CRC of them is compared.
+        wanted = [(start * itemsize, _checked(tensor, "all-gather of parts")) for start, tensor in into]
+        # As in `_reduce_scatter`, they do not fit into the header.
         digest = zlib.crc32(repr(list(counts)).encode()) & 0xFFFF
         return self._submit(
-            [tensor for _, tensor in into], lambda operation: Gather(operation, memory, bounds, wanted),
-            "gather", flat.numel(), flat.dtype, PAYLOAD_BYTES + 1, root=digest,
+            [tensor for _, tensor in into], lambda operation: AllGatherOfParts(operation, memory, bounds, wanted),
+            "all-gather of parts", flat.numel(), flat.dtype, PAYLOAD_BYTES + 1, root=digest,
         )  # fmt: skip
 
     def alltoall_base(

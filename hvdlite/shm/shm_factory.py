@@ -28,7 +28,7 @@ class DeviceEngine(DelegatingEngine):
     """Runs CPU tensors on one engine, and all others on another."""
 
     reduces_in_one_pass = True
-    gathers_in_place = True
+    gathers_parts = True
 
     def __init__(self, cpu: ShmEngine, other: Engine) -> None:
         super().__init__(cpu, other)

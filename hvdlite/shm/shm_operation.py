@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 
 import torch
@@ -31,7 +31,7 @@ SLOTS_BYTES = _SLOTS * CHUNK_BYTES
 ALIGNMENT_BYTES = 64
 _REMEMBERED = 512
 
-KINDS = ("all-reduce", "reduce-scatter", "broadcast", "all-gather", "all-to-all", "barrier", "gather")
+KINDS = ("all-reduce", "reduce-scatter", "broadcast", "all-gather", "all-to-all", "barrier", "all-gather of parts")
 _CHUNK_BITS = 24
 _ALL_CHUNKS = 2**_CHUNK_BITS - 1
 
@@ -183,6 +183,27 @@ class ShmOperation:
                 slot[start : start + data.numel()].copy_(data)
         context.use(self.done_with(chunk, chunks))
         self.peers.advance(POSTED, self.done_with(chunk, chunks))
+
+    def in_chunks(
+        self, chunks: int, stage: Callable[[int, int], Steps], take: Callable[[int], None], *, is_resident: bool
+    ) -> Steps:
+        """Takes all ranks' data chunk by chunk; those of this rank are resident, or staged one chunk ahead.
+
+        ``stage`` stages a chunk, of how many; ``take`` reads what this rank needs of a chunk of all ranks.
+        """
+        if not is_resident:
+            yield from stage(0, chunks)
+        for chunk in range(chunks):
+            if chunk + 1 < chunks and not is_resident:
+                yield from stage(chunk + 1, chunks)
+            yield POSTED, self.after(chunk + 1)
+            if chunk == 0:
+                self.check()
+            take(chunk)
+            self.peers.advance(DONE, self.done_with(chunk, chunks))
+        # Other ranks may still read this rank's data in place.
+        if is_resident:
+            yield DONE, self.end
 
     def done_with(self, chunk: int, chunks: int) -> int:
         """Returns a counter's value after this chunk; the last chunk's value is the operation's end."""

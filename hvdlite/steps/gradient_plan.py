@@ -146,7 +146,7 @@ class GradientPlan:
                     (a, flat[a:b]) for rank, (a, b) in enumerate(pairwise(bounds)) if rank != group.rank and a < b
                 ]
                 what = f"the all-gather of the {bucket.plan.describe()} ({self._world.trace.name_of(number)})"
-                waits.append(group.begin_gather(flat, [b - a for a, b in pairwise(bounds)], others, what))
+                waits.append(group.begin_all_gather_of_parts(flat, [b - a for a, b in pairwise(bounds)], others, what))
         while waits:
             waits.popleft()()
 

@@ -302,7 +302,11 @@ class ShardedUpdate:
                     elif piece.values.numel():
                         others.append((piece.place, piece.values))
             counts = [stop - start for start, stop in pairwise(bucket.plan.bounds)]
-            waits.append(group.begin_gather(flat, counts, others, f"the parameters of bucket {number} ({self._name})"))
+            waits.append(
+                group.begin_all_gather_of_parts(
+                    flat, counts, others, f"the parameters of bucket {number} ({self._name})"
+                )
+            )
             written += [state.param for state in bucket.states]
         while waits:
             waits.popleft()()

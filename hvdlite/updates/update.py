@@ -4,7 +4,8 @@
     averages in param.grad ── WholeUpdate    each rank clips and updates all parameters
                            └─ ShardedUpdate  each rank its own part (`sharded_update`)
 
-`averaging_optimizer` has one, by the argument ``shard``.
+`averaging_optimizer` has one, by the argument ``shard``. What updates some parameters alone, as `step_by_bucket` does
+too, has the optimizer see these by `narrowed`.
 """
 
 from __future__ import annotations

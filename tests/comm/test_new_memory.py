@@ -44,6 +44,13 @@ def test_much_new_memory_is_asked_for_in_huge_pages_and_little_is_not() -> None:
     assert not has_huge_pages(new_memory(2**20, torch.empty(0)))
 
 
+def test_only_memory_of_results_is_kept_since_threads_of_engines_may_drop_other_tensors() -> None:
+    new_memory(LARGE, torch.empty(0)).fill_(1)
+    assert not flat_bytes._kept
+    large().fill_(1)
+    assert flat_bytes._kept
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
 def test_a_large_tensor_is_as_any_other_but_cannot_be_resized(dtype: torch.dtype) -> None:
     shape = torch.Size([2, 2**25 // dtype.itemsize + 3])

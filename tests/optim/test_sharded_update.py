@@ -590,6 +590,26 @@ def test_an_elastic_state_may_be_sent_again_to_ranks_that_have_parts_of_it(make)
         assert all(map(torch.equal, got, whole))
 
 
+def test_each_rank_has_the_whole_state_before_hosts_change():
+    def train(rank: int) -> None:
+        params = [nn.Parameter(torch.ones(100)), nn.Parameter(torch.ones(30))]
+        optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(params), shard="world")
+        state = hvd.elastic.TorchState(optimizer=optimizer)
+        sum(param.sum() for param in params).backward()
+        optimizer.step()
+        state.check_host_updates()
+        assert "shard" in optimizer.state_dict()["hvdlite"]
+        if rank == 0:
+            state.on_hosts_updated(1.0, hvd.elastic.HostUpdates.ADDED)
+        with pytest.raises(hvd.elastic.HostsUpdatedInterrupt):
+            state.check_host_updates()
+        saved = optimizer.state_dict()
+        assert "hvdlite" not in saved
+        assert [saved["state"][number]["exp_avg"].shape for number in range(2)] == [(100,), (30,)]
+
+    run_worlds(2, train)
+
+
 # -- what does not work
 
 

@@ -79,7 +79,7 @@ def test_each_rank_takes_what_it_wants_of_the_others_parts(counts: list[int], st
                     middle = bounds[rank] + 1 + counts[rank] // 3
                     for begin, end in ((bounds[rank] + 1, middle), (middle, bounds[rank + 1])):
                         wanted.append((begin, torch.empty(end - begin, dtype=torch.uint8)))
-            engine.gather(flat, counts, [(begin, piece) for begin, piece in wanted if piece.numel()]).wait()
+            engine.allgather_parts(flat, counts, [(begin, piece) for begin, piece in wanted if piece.numel()]).wait()
             for begin, piece in wanted:
                 rank = next(rank for rank in range(3) if bounds[rank] <= begin < bounds[rank + 1])
                 whole = bytes_of(rank, counts[rank], number)
@@ -92,10 +92,12 @@ def test_each_rank_takes_what_it_wants_of_the_others_parts(counts: list[int], st
 def test_ranks_that_gather_different_parts_get_an_error_on_all_of_them() -> None:
     def on_rank(engine: ShmEngine) -> None:
         counts = [4, 6] if engine.rank else [5, 5]
-        with pytest.raises(MismatchError, match="gather of 10 elements"):
-            engine.gather(torch.zeros(10), counts, []).wait()
-        with pytest.raises(ValueError, match=r"gather of 10 elements of 2 ranks: the counts are \[3, 3\]"):
-            engine.gather(torch.zeros(10), [3, 3], [])
+        with pytest.raises(MismatchError, match="all-gather of parts of 10 elements"):
+            engine.allgather_parts(torch.zeros(10), counts, []).wait()
+        with pytest.raises(
+            ValueError, match=r"all-gather of parts: the counts \[3, 3\] of 2 ranks are not those of 10 elements"
+        ):
+            engine.allgather_parts(torch.zeros(10), [3, 3], [])
 
     run_engines(2, on_rank)
 
