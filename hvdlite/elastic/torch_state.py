@@ -227,7 +227,7 @@ class OptimizerStateHandler(_LargeStateHandler):
     @property
     def holds_parts(self) -> bool:
         """Whether this rank has a part alone of the optimizer's state."""
-        return isinstance(self.value, DistributedOptimizer) and self.value._update.holds_parts
+        return isinstance(self.value, DistributedOptimizer) and self.value._states.holds_parts
 
     def gather(self) -> None:
         """Makes the state that `save` saves that of all ranks, where they share it. Every rank must call it."""

@@ -25,6 +25,7 @@ from ..errors import GradientError
 from ..outside_graphs import keep_outside_graphs
 from ..steps.step_state import StepState
 from ..updates.clipping import NormClipper
+from ..updates.divided_state import DividedState
 from ..updates.sharded_update import ShardedUpdate
 from ..updates.update import WholeUpdate
 from ..values import shown, whole_number
@@ -131,9 +132,10 @@ class AveragingOptimizer(HorovodsAttributes):
             self._by_bucket = StepByBucket(self._optimizer, reducer)
         max_norm, shard = reducer.settings.max_norm, reducer.settings.shard
         self._clipper = None if max_norm is None else NormClipper(max_norm)
-        self._update = WholeUpdate(self._optimizer, self._clipper)
+        self._update = self._states = WholeUpdate(self._optimizer, self._clipper)
         if shard is not None:
-            self._update = ShardedUpdate(self._optimizer, reducer, self._clipper, shard)
+            states = self._states = DividedState(self._optimizer, reducer, shard)
+            self._update = ShardedUpdate(self._optimizer, reducer, states, self._clipper)
         self._skipping = False
         self._synchronized = False
         self._warnings = _UseWarnings(reducer.state)
@@ -374,7 +376,7 @@ class AveragingOptimizer(HorovodsAttributes):
         exchange_state = self._reducer.exchange_state.state_dict(self._groups.gone())
         parts = {_EXCHANGE: exchange_state, _OUTER: self._reducer.step.state_dict()}
         is_dcp = sys._getframe(1).f_globals.get("__name__") == _DCP
-        state, shard = self._update.state_dict(whole_for="torch.distributed.checkpoint" if is_dcp else None)
+        state, shard = self._states.state_dict(whole_for="torch.distributed.checkpoint" if is_dcp else None)
         parts |= {_SHARD: shard}
         kept: dict[str, Any] = {owner: part for owner, part in parts.items() if part}
         if _EXCHANGE in kept and (scale := self._reducer.exchange_state.scale) is not None:
@@ -396,7 +398,7 @@ class AveragingOptimizer(HorovodsAttributes):
         )
         self._reducer.step.load_state_dict(kept.get(_OUTER, {}))
         plain = {key: value for key, value in state_dict.items() if key not in (_KEY, _EXCHANGE)}
-        self._update.load_state_dict(plain, kept.get(_SHARD, {}))
+        self._states.load_state_dict(plain, kept.get(_SHARD, {}))
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Makes the next ``state_dict()`` of global rank ``to`` one that any number of ranks can load; None: of all.
@@ -422,7 +424,7 @@ class AveragingOptimizer(HorovodsAttributes):
         plans = [bucket.plan for bucket in reducer.step.plan.layout.buckets]
         reducer.exchange_state.consolidate(plans, links, keeps=is_asked)
         reducer.step.consolidate(keeps=is_asked)
-        self._update.consolidate(keeps=is_asked)
+        self._states.consolidate(keeps=is_asked)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

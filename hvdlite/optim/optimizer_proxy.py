@@ -24,7 +24,9 @@ from ..compression.casts import AnyCompression
 from ..errors import GradientError
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet
-from ..updates.update import Update
+from ..updates.divided_state import DividedState
+from ..updates.sharded_update import ShardedUpdate
+from ..updates.update import WholeUpdate
 from .arguments import check_positive_int
 from .followed_groups import FollowedGroups
 from .reducer import Reducer
@@ -81,7 +83,8 @@ class HorovodsAttributes(OptimizerProxy):
     """An optimizer proxy with Horovod's attributes. The subclasses set the fields declared here."""
 
     _reducer: Reducer
-    _update: Update
+    _update: WholeUpdate | ShardedUpdate
+    _states: WholeUpdate | DividedState
     _groups: FollowedGroups
     _skipping: bool
     # Whether the user has called `synchronize` since the last step.

@@ -3,8 +3,9 @@ How the wrapped optimizer's own step is taken, once averages are there: of all p
 
     averages in param.grad ── clipping ── WholeUpdate    the optimizer's step, on every rank
                                        └─ ShardedUpdate  its step on this rank's pieces ── all-gather of the parameters
+                                            └─ DividedState: which pieces are whose, and the state of this rank's
 
 Modules import only what stands before them:
 
-    clipping < update < divided_state < sharded_update
+    clipping < update < pieces < divided_state < sharded_update
 """

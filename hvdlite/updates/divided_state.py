@@ -1,266 +1,304 @@
 """
-An optimizer's state in parts: from a state of whole parameters to this rank's pieces of them, and back.
+`DividedState`: the state of an optimizer of which each rank has that of its own pieces alone.
 
-    state of whole parameters (a checkpoint's) ── slice_state ── states of pieces
-    states of all ranks' pieces ── gather_states, bucket by bucket ── state of whole parameters
-
-A piece's state has, of each tensor in the shape of its parameter, the elements of the piece, in one dimension; and all
-else, such as a count of steps, as it is.
+    the buckets that there are now ── follow ── Ownership of pieces; states move to their new owners
+    a checkpoint ── load_state_dict ── follow: this rank's part is kept
+                 ── consolidate: bucket by bucket, into CPU memory ── state_dict
 """
 
 from __future__ import annotations
 
 import copy
-import json
+import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..buckets.bucket import Bucket
-from ..buckets.plan import ParamSpec, is_dense
-from ..comm.flat_bytes import as_bytes, plain
+from ..buckets.exchange import Links
+from ..buckets.flags import RankAndSize
+from ..buckets.shares import Sharing
 from ..comm.group import Group
+from ..comm.hierarchy import host_groups_of
 from ..errors import GradientError
+from ..log import log
 from ..ops.failures import raise_together
-from ..ops.sent_tensors import SentTensors, resolver, room_for
-from ..ops.typed_values import ValueDecoder, ValueEncoder
 from ..outside_graphs import keep_outside_graphs
+from ..steps.step import Step
+from ..steps.step_world import OptimizerEngine
+from .pieces import ParameterPiece, check_whole, gather_states, joined, pieces_of, showing, slice_state
 
 
-class ParameterPiece:
-    """What one rank updates of a parameter: its elements from ``start`` to ``stop``, in the order of its memory.
+class SharedAverages(Protocol):
+    """The `Reducer`, as what ranks share uses it."""
 
-    ``place`` is where their gradients begin in the bucket's buffer.
-    """
+    @property
+    def step(self) -> Step:
+        """The step of the current world."""
 
-    __slots__ = ("_memory", "_spec", "param", "place", "start", "stop", "tensor", "values")
-
-    def __init__(self, spec: ParamSpec, param: Tensor, start: int, stop: int, place: int) -> None:
-        self._spec = spec
-        self.param = param
-        self.start = start
-        self.stop = stop
-        self.place = place
-        self._point()
-        self.tensor = param if self.is_whole else nn.Parameter(self.values, requires_grad=param.requires_grad)
-        """What the optimizer updates: the parameter itself if it is whole, or a flat one in its memory."""
-
-    def _point(self) -> None:
-        param, spec = self.param, self._spec
-        if not is_dense(tuple(param.shape), param.stride()):
-            raise GradientError(
-                f"parameter {spec.name!r} of shape {tuple(param.shape)} and strides {param.stride()} has gaps in its "
-                "memory, so that shard= cannot divide it: make it contiguous before it is wrapped"
-            )
-        if tuple(param.shape) != spec.shape or _order(spec.shape, param.stride()) != _order(spec.shape, spec.stride):
-            raise GradientError(
-                f"parameter {spec.name!r} had shape {spec.shape} and strides {spec.stride} when the optimizer was "
-                f"wrapped, and has {tuple(param.shape)} and {param.stride()} now: with shard= ranks have parts of it "
-                "in the order of its memory; convert the model before hvd.DistributedOptimizer(...)"
-            )
-        self.values = flat_of_dense(param)[self.start : self.stop]
-        """Its values, flat, in the memory of the parameter."""
-        self._memory = (param.data_ptr(), param.stride())
-
-    def refresh(self) -> None:
-        """Follows the parameter to other memory, where the program has set ``param.data`` or moved the model."""
-        if (self.param.data_ptr(), self.param.stride()) != self._memory:
-            self._point()
-            self.use(self.tensor)
-
-    def use(self, tensor: Tensor) -> None:
-        """Has the optimizer update this tensor, the key of the state of such a piece."""
-        self.tensor = tensor
-        if tensor is not self.param:
-            tensor.data = self.values
+    @property
+    def engine(self) -> OptimizerEngine:
+        """The optimizer's own engine in the current world."""
 
     @property
     def name(self) -> str:
-        """The parameter's name."""
-        return self._spec.name
+        """The optimizer's name in messages, equal on all ranks."""
 
-    def of(self, flat: Tensor) -> Tensor:
-        """Returns its part of the bucket's flat buffer."""
-        return flat[self.place : self.place + self.stop - self.start]
+
+class Ownership:
+    """The pieces of all ranks in some buckets; without buckets that of a rank that shares with nobody yet."""
+
+    def __init__(self, buckets: Sequence[Bucket] = (), sharers: RankAndSize | None = None) -> None:
+        self.buckets = list(buckets)
+        self.sharers = RankAndSize() if sharers is None else sharers
+        """Of which rank `own` are, of how many."""
+        self.pieces = [[pieces_of(bucket, rank) for rank in range(self.sharers.size)] for bucket in buckets]
+        """For each bucket a list for each rank."""
+        self.own = [piece for of_ranks in self.pieces for piece in of_ranks[self.sharers.rank]]
+        """This rank's."""
+
+    def owners(self) -> dict[int, list[tuple[int, int, int]]]:
+        """Returns which ranks have which elements of a parameter, by its `id`."""
+        owners: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        for of_bucket in self.pieces:
+            for rank, of_rank in enumerate(of_bucket):
+                for piece in of_rank:
+                    owners[id(piece.param)].append((rank, piece.start, piece.stop))
+        return owners
+
+
+class DividedState:
+    """This rank's part of the state of one optimizer, in all worlds."""
+
+    all: Group
+    """The optimizer's ranks in this world, once `follow` was called."""
+    sharing: Group
+    """Those of them that share the optimizer's work."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, averages: SharedAverages, shard: Sharing) -> None:
+        self.ownership = Ownership()
+        """Who has which pieces, as of the last `follow`."""
+        self._optimizer = optimizer
+        self._averages = averages
+        self._shard = shard
+        self._links: Links | None = None
+        # What `consolidate` has made for the next checkpoint, until the next step: states by parameter.
+        self._whole: dict[Tensor, dict[str, Any]] | None = None
+        # States of parameters that have left the groups, as long as the program has these.
+        self._gone = WeakTensorKeyDictionary()
+        # Whether a checkpoint was loaded, of which `_take_in` has not kept this rank's part yet.
+        self._has_loaded = False
+        self._has_told = False
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it is all of the parameter."""
-        return self.stop - self.start == self.param.numel()
+    def _name(self) -> str:
+        return self._averages.name
+
+    def _present(self) -> list[ParameterPiece]:
+        """Returns this rank's pieces of parameters that are still there. New buckets are divided in the next step."""
+        ids = {id(state.param) for state in self._averages.step.plan.layout.states.values()}
+        return [piece for piece in self.ownership.own if id(piece.param) in ids]
+
+    # -- in the world and the buckets that there are now
+
+    def follow(self) -> None:
+        """Divides the buckets that there are now. Every rank must call it between two steps; it waits for all."""
+        self._whole = None
+        plan, links = self._averages.step.plan, self._averages.engine.connected()
+        if links is not self._links:
+            self._enter(links.all, plan.sharers)
+            self._links = links
+        if self.ownership.sharers != plan.sharers or self.ownership.buckets != plan.layout.buckets:
+            self._move(Ownership(plan.layout.buckets, plan.sharers))
+        self._take_in()
+
+    def _enter(self, everyone: Group, sharers: RankAndSize) -> None:
+        """Goes on in another world, if all ranks have the same parts there."""
+        state, earlier = self._optimizer.state, self.ownership.sharers
+        has_state = self.holds_parts and any(state.get(piece.tensor) for piece in self.ownership.own)
+        told = [has_state, earlier.rank, earlier.size, sharers.rank, sharers.size]
+        of_all = everyone.all_gather_json(told, f"dividing the state of {self._name}")
+        if any(has for has, *_ in of_all):
+            for group_rank, (_, *earlier_and_now) in enumerate(of_all):
+                if earlier_and_now[:2] != earlier_and_now[2:]:
+                    raise GradientError(
+                        f"the state of {self._name} is divided by shard={self._shard.scope!r} among the ranks of a "
+                        f"world that has been shut down, and {everyone.describe_rank(group_rank)} had another part "
+                        "there, or none: call consolidate_state_dict() on all ranks before hvd.shutdown(), save "
+                        "state_dict() on one, and load it on all ranks after hvd.init()"
+                    )
+        else:
+            self.ownership = Ownership()
+        self.all = self.sharing = everyone
+        if sharers.size == 1:
+            self.sharing = everyone.alone()
+        elif sharers.size < everyone.size:
+            token = everyone.all_gather_json(uuid.uuid4().hex, f"opening the hosts of {self._name}")[0]
+            host_groups = host_groups_of(everyone.rank, everyone.hosts)
+            assert host_groups is not None, "there are ranks of a host that share"
+            within = host_groups.within
+            self.sharing = everyone.part(within, token=f"{token}.sharing.{within[0]}")
+
+    def _move(self, ownership: Ownership) -> None:
+        """Goes on with this one. States of pieces that become others' move there, bucket by bucket."""
+        owners, earlier = ownership.owners(), self.ownership.owners()
+        # By the parameter itself: one that has come may have the name of one that has gone.
+        known = {(id(piece.param), piece.start, piece.stop): piece for piece in self.ownership.own}
+        for piece in ownership.own:
+            if (earlier_piece := known.pop((id(piece.param), piece.start, piece.stop), None)) is not None:
+                piece.use(earlier_piece.tensor)
+        for number, of_ranks in enumerate(self.ownership.pieces):
+            params = {piece.name: piece.param for pieces in of_ranks for piece in pieces}
+            # Those that have left the groups may come back.
+            moving = {name for name, param in params.items() if owners.get(id(param)) != earlier[id(param)]}
+            if moving:
+                own = [piece for piece in of_ranks[ownership.sharers.rank] if piece.name in moving]
+                what = f"moving the state of bucket {number} ({self._name})"
+                parts = gather_states(own, self._optimizer.state, self.sharing, what, keeps=True)
+                for name, of_all in parts.items():
+                    param, whole = params[name], joined(name, params[name], of_all)
+                    if id(param) in owners:
+                        self._optimizer.state[param] = self._there(param, whole)
+                    else:
+                        self._gone[param] = whole
+        for piece in known.values():
+            if not piece.is_whole:
+                self._optimizer.state.pop(piece.tensor, None)
+        self.ownership = ownership
+
+    def _there(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state in CPU memory where the optimizer keeps that of this parameter."""
+        group = next((each for each in self._optimizer.param_groups if any(p is param for p in each["params"])), {})
+        # As in torch.optim.Optimizer.load_state_dict.
+        stays = () if group.get("capturable") or group.get("fused") else ("step",)
+        return {
+            key: value.to(param.device) if isinstance(value, Tensor) and key not in stays else value
+            for key, value in state.items()
+        }
+
+    def _params(self) -> list[Tensor]:
+        return [each.param for bucket in self.ownership.buckets for each in bucket.states]
+
+    def _whole_states(self) -> list[tuple[Tensor, ParameterPiece | None]]:
+        """Returns parameters of whose state this rank has all, and should have its piece's alone; and that piece."""
+        piece_of = {id(piece.param): piece for piece in self.ownership.own}
+        # Not those of which the program has only asked for the state, which makes an empty one.
+        having = [(param, piece_of.get(id(param))) for param in self._params() if self._optimizer.state.get(param)]
+        return [(param, piece) for param, piece in having if piece is None or not piece.is_whole]
+
+    def _take_in(self) -> None:
+        """Keeps a copy of this rank's part of states of whole parameters, as a checkpoint has them, and no other."""
+        state = self._optimizer.state
+        for param in self._params() if self._gone else ():
+            if param in self._gone:
+                state[param] = self._there(param, self._gone[param])
+                del self._gone[param]
+        for param, piece in self._whole_states():
+            whole = state.pop(param)
+            if piece is not None:
+                state[piece.tensor] = slice_state(piece, whole, type(self._optimizer).__name__)
+        if self._has_loaded:
+            self._has_loaded = False
+            for key, value in state.items():
+                # PyTorch's method has taken over the tensors of the checkpoint.
+                state[key] = copy.deepcopy(value)
+
+    # -- checkpoints
 
     @property
-    def key(self) -> tuple[str, int, int]:
-        """What is equal in two pieces of the same elements."""
-        return self.name, self.start, self.stop
+    def holds_parts(self) -> bool:
+        """Whether this rank has its part of the optimizer's state alone, rather than a state that was loaded."""
+        return self.ownership.sharers.size > 1 and not self._has_loaded and not self._whole_states()
 
+    def state_dict(self, *, whole_for: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the optimizer's state dict; where ranks share it, without states of parameters, and this rank's.
 
-def _order(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
-    """Returns the strides that decide where elements are."""
-    return [step for step, length in zip(stride, shape, strict=True) if length > 1]
-
-
-def flat_of_dense(tensor: Tensor) -> Tensor:
-    """Returns all elements of a tensor without gaps, in the order of its memory, as a view."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def pieces_of(bucket: Bucket, rank: int) -> list[ParameterPiece]:
-    """Returns the pieces that a rank updates of a bucket."""
-    first, last = bucket.plan.bounds[rank : rank + 2]
-    found = []
-    for state in bucket.states:
-        at, end = state.piece.start, state.piece.stop
-        # One without elements has a state too.
-        start, stop = (max(at, first), min(end, last)) if at < end else (at, at)
-        if start < stop or (at == end and rank == 0):
-            found.append(ParameterPiece(state.piece.spec, state.param, start - at, stop - at, start))
-    return found
-
-
-# -- from whole states to pieces
-
-
-def slice_state(piece: ParameterPiece, state: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
-    """Returns a piece's part of the state of its whole parameter. Raises GradientError if it cannot be divided."""
-    sliced = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == piece.param.shape and value.layout is torch.strided:
-            like_param = value
-            if value.stride() != piece.param.stride():
-                like_param = torch.empty_like(piece.param, dtype=value.dtype, device=value.device).copy_(value)
-            sliced[key] = flat_of_dense(like_param)[piece.start : piece.stop].clone()
-        elif isinstance(value, Tensor) and value.numel() != 1:
-            raise GradientError(
-                f"{optimizer}: the state {key!r} of parameter {piece.name!r} has shape {tuple(value.shape)}, and the "
-                f"parameter has {tuple(piece.param.shape)}, which shard= cannot divide: load the state of this model"
+        Raises ValueError with the name ``whole_for``, of what needs all of it, if that is not there.
+        """
+        optimizer = self._optimizer
+        if self._whole is not None:
+            with showing(optimizer, {**self._others(), **self._whole}):
+                return optimizer.state_dict(), {}
+        if not self.holds_parts:
+            with showing(optimizer, {key: value for key, value in optimizer.state.items() if value}):
+                return optimizer.state_dict(), {}
+        if whole_for is not None:
+            raise ValueError(
+                f"{whole_for}: with shard={self._shard.scope!r} this rank has a part alone of the "
+                f"state of {self._name}: call optimizer.consolidate_state_dict(to=None) on all ranks before"
             )
-        else:
-            sliced[key] = copy.deepcopy(value)
-    return sliced
+        parts = {
+            piece.name: [piece.start, piece.stop, dict(optimizer.state[piece.tensor])]
+            for piece in self._present()
+            if optimizer.state.get(piece.tensor)
+        }
+        if parts and not self._has_told:
+            self._has_told = True
+            log.warning(
+                "shard=%r: state_dict() has this rank's part of the state of %s, which only the same rank of as many "
+                "can load: call consolidate_state_dict() on all ranks before, or use hvd.save_checkpoint",
+                self._shard.scope, self._name,
+            )  # fmt: skip
+        with showing(optimizer, self._others()):
+            state = optimizer.state_dict()
+        sharers = self.ownership.sharers
+        return state, {"scope": self._shard.scope, "rank": sharers.rank, "size": sharers.size, "parts": parts}
 
+    def _others(self) -> dict[Any, Any]:
+        """Returns what the optimizer's state has of no parameter."""
+        return {key: value for key, value in self._optimizer.state.items() if not isinstance(key, Tensor)}
 
-def check_whole(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, slices: bool) -> None:
-    """Raises ValueError if a state dict of whole parameters lacks something, or is that of another model.
+    def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
+        """Loads this rank's part of a state, or the state of an optimizer that no ranks share."""
+        self._whole = None
+        self._gone.clear()
+        if not own:
+            check_whole(self._optimizer, state, slices=self._shard.slices)
+            self._optimizer.load_state_dict(state)
+            self._has_loaded = True
+            return
+        plan, ownership, parts = self._averages.step.plan, self.ownership, own["parts"].items()
+        sharers, keys = plan.sharers, {(name, start, stop) for name, (start, stop, _) in parts}
+        piece_of = {(piece.name, piece.start, piece.stop): piece for piece in self._present()}
+        if ownership.sharers != sharers or not keys <= piece_of.keys():
+            ownership = Ownership(plan.layout.buckets, sharers)
+            piece_of = {(piece.name, piece.start, piece.stop): piece for piece in ownership.own}
+        fits = (own["scope"], own["rank"], own["size"]) == (self._shard.scope, sharers.rank, sharers.size)
+        if not fits or not keys <= piece_of.keys():
+            raise ValueError(
+                f"the checkpoint has the part of an optimizer's state of rank {own['rank']} of {own['size']} with "
+                f"shard={own['scope']!r}, and this is rank {sharers.rank} of {sharers.size} with "
+                f"shard={self._shard.scope!r}, or another model: load on each rank what it has saved, or call "
+                "consolidate_state_dict() on all ranks before state_dict() is saved"
+            )
+        self._optimizer.load_state_dict(state)
+        self.ownership, self._has_loaded = ownership, False
+        for name, (start, stop, part) in parts:
+            piece = piece_of[name, start, stop]
+            self._optimizer.state[piece.tensor] = self._there(piece.param, copy.deepcopy(part))
 
-    ``slices``: each parameter of a group has the same kinds of state, of its own shape. Others are not checked.
-    """
-    if not slices:
-        return
-    for group in state["param_groups"]:
-        having = [(number, state["state"][number]) for number in group["params"] if state["state"].get(number)]
-        keys = {key for _, each in having for key in each}
-        for number, each in having:
-            if missing := sorted(map(str, keys - set(each))):
-                raise ValueError(
-                    f"the state of parameter {number} has no {missing[0]!r}, and that of others has: the checkpoint is "
-                    "incomplete; load a whole one, or delete its 'state' on every rank to begin anew"
-                )
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    for number, param in zip(numbers, params, strict=False):
-        for key, value in (state["state"].get(number) or {}).items():
-            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != param.shape:
-                raise ValueError(
-                    f"the state {key!r} of parameter {number} has shape {tuple(value.shape)}, and the parameter has "
-                    f"{tuple(param.shape)}: the checkpoint is that of another model"
-                )
-
-
-# -- from pieces to whole states
-
-
-# A piece's first element and the one behind its last, and its state.
-Part = tuple[int, int, dict[str, Any]]
-
-
-def gather_states(
-    pieces: Sequence[ParameterPiece], states: Mapping[Tensor, Any], group: Group, what: str, *, keeps: bool
-) -> dict[str, list[Part]]:
-    """Returns the states of all ranks' pieces by the name of the parameter, in CPU memory; nothing unless ``keeps``.
-
-    ``pieces`` are this rank's, of one bucket. Every rank of those that share must call it, and waits for all. Each
-    sends its part to all others, of whom those that do not keep it forget it at once.
-    """
-    sent = SentTensors()
-    encoder = ValueEncoder(sent.refer)
-    failure: Exception | None = None
-    own = []
-    try:
-        for piece in pieces:
-            if states.get(piece.tensor):
-                state = encoder.encode(dict(states[piece.tensor]), f"state of {piece.name!r}")
-                own.append([piece.name, piece.start, piece.stop, state])
-    except Exception as error:  # noqa: BLE001 - whatever the methods of an object raise; the other ranks wait
-        failure = error
-    raise_together(group, failure, what)
-    headers = group.all_gather_signed(json.dumps([own, sent.packed()]).encode(), what)
-    data = [as_bytes(plain(tensor).cpu()) for tensor in sent.tensors]
-    all_bytes = group.all_gather(torch.cat(data) if data else torch.empty(0, dtype=torch.uint8, device="cpu"), what)
-    if not keeps:
-        return {}
-    found: dict[str, list[Part]] = defaultdict(list)
-    for rank, (header, flat) in enumerate(zip(headers, all_bytes, strict=True)):
-        encoded, metas = json.loads(header)
-        tensors = room_for([[*meta[:2], True, meta[3]] for meta in metas], [])
-        at = 0
-        for tensor in tensors:
-            as_bytes(tensor).copy_(flat[at : at + tensor.nbytes])
-            at += tensor.nbytes
-        decoder = ValueDecoder(resolver([], tensors), group.describe_rank(rank), what)
-        for name, start, stop, state in encoded:
-            found[name].append((start, stop, decoder.decode(state)))
-    return found
-
-
-def joined(name: str, param: Tensor, parts: Sequence[Part]) -> dict[str, Any]:
-    """Returns the state of a whole parameter, in CPU memory, made of the states of all its pieces.
-
-    Raises GradientError if some are missing, or if the ranks have different numbers in them.
-    """
-    numel = param.numel()
-    if sum(stop - start for start, stop, _ in parts) != numel:
-        raise GradientError(f"some ranks have no state of their part of parameter {name!r}, and others have")
-    if len(parts) == 1:
-        return parts[0][2]
-    whole: dict[str, Any] = {}
-    for key, first in parts[0][2].items():
-        values: list[Any] = [state.get(key) for _, _, state in parts]
-        start, stop, _ = parts[0]
-        if isinstance(first, Tensor) and first.dim() == 1 and first.numel() == stop - start:
-            made = torch.empty_strided(param.shape, param.stride(), dtype=first.dtype, device="cpu")
-            flat = flat_of_dense(made)
-            for (begin, end, _), value in zip(parts, values, strict=True):
-                flat[begin:end].copy_(value)
-            whole[key] = made
-        else:
-            if any(not _equal(first, value) for value in values):
-                raise GradientError(
-                    f"the ranks have different values of {key!r} in the optimizer's state of parameter {name!r}: "
-                    f"{', '.join(map(str, values))}; they must take the same steps"
-                )
-            whole[key] = first
-    return whole
-
-
-def _equal(first: Any, second: Any) -> bool:
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return torch.equal(first, second)
-    return bool(first == second)
-
-
-@contextmanager
-def showing(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> Iterator[None]:
-    """A context in which the optimizer's state is another one."""
-    earlier = optimizer.state
-    optimizer.state = defaultdict(dict, state)
-    try:
-        yield
-    finally:
-        optimizer.state = earlier
+    def consolidate(self, *, keeps: bool) -> None:
+        """Makes the next `state_dict` that of all ranks, where ``keeps``. Every rank must call it; it waits for all."""
+        self.follow()
+        if self.sharing.size == 1:
+            return
+        whole: dict[Tensor, dict[str, Any]] = {}
+        failure: GradientError | None = None
+        for number, (bucket, pieces) in enumerate(zip(self.ownership.buckets, self.ownership.pieces, strict=True)):
+            what = f"consolidating the state of bucket {number} ({self._name})"
+            own = pieces[self.ownership.sharers.rank]
+            parts = gather_states(own, self._optimizer.state, self.sharing, what, keeps=keeps)
+            param_of = {state.name: state.param for state in bucket.states}
+            try:
+                whole.update({param_of[name]: joined(name, param_of[name], of_all) for name, of_all in parts.items()})
+            except GradientError as error:
+                failure = error
+        raise_together(self.all, failure, f"consolidating the state of {self._name}")
+        self._whole = whole if keeps else None
 
 
 keep_outside_graphs(globals())

@@ -1,8 +1,8 @@
 """
-`Update`: how an optimizer's own step is taken once its averages are there: of all parameters, or of this rank's part.
+`WholeUpdate`: how an optimizer's own step is taken once its averages are there, and where its state is.
 
-    averages in param.grad ── WholeUpdate    each rank clips and updates all parameters
-                           └─ ShardedUpdate  each rank its own part (`sharded_update`)
+    averages in param.grad ── WholeUpdate    each rank clips and updates all parameters, and has all of the state
+                           └─ ShardedUpdate  each rank its own part (`sharded_update`), with a `DividedState`
 
 `averaging_optimizer` has one, by the argument ``shard``. What updates some parameters alone, as `step_by_bucket` does
 too, has the optimizer see these by `narrowed`.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,48 +21,14 @@ from ..steps.step import Arrived
 from .clipping import NormClipper
 
 
-class Update(Protocol):
-    """Takes the wrapped optimizer's step, and knows where its state is. Unless said otherwise it is local."""
-
-    arrived: Arrived | None
-    """To be called with parameters whose averages have arrived, while others are still being sent."""
-
-    def prepare(self, params: Sequence[Tensor]) -> None:
-        """Clips the averages of ``params``, which are those to be updated, if they are to be clipped.
-
-        Where ranks share the step, every rank must call it, and waits for all.
-        """
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Takes the step. ``closure``, if there is one, leaves averages in the gradients, and calls `prepare`.
-
-        Where ranks share the step, every rank must call it, and waits for all.
-        """
-
-    @property
-    def holds_parts(self) -> bool:
-        """Whether this rank has a part alone of the optimizer's state."""
-
-    def state_dict(self, *, whole_for: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the optimizer's state dict, and this rank's part of a state that is not in it.
-
-        Raises ValueError with the name ``whole_for``, of what needs all of it, if that is not there.
-        """
-
-    def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned; or the state of an optimizer that is not shared, and nothing else."""
-
-    def consolidate(self, *, keeps: bool) -> None:
-        """Makes the next `state_dict` that of all ranks, where ``keeps``. Every rank must call it; it waits for all."""
-
-
 class WholeUpdate:
-    """Every rank updates all parameters."""
+    """Every rank updates all parameters, and has all of the state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, clipper: NormClipper | None) -> None:
         self._optimizer = optimizer
         self._clipper = clipper
         self.arrived: Arrived | None = None if clipper is None else clipper.measure
+        """To be called with parameters whose averages have arrived, while others are still being sent."""
 
     def prepare(self, params: Sequence[Tensor]) -> None:
         """Clips the averages of ``params``, if they are to be clipped."""
@@ -70,7 +36,7 @@ class WholeUpdate:
             self._clipper.clip(params)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Takes the step."""
+        """Takes the step. ``closure``, if there is one, leaves averages in the gradients, and calls `prepare`."""
         return self._optimizer.step() if closure is None else self._optimizer.step(closure)
 
     @property
