@@ -201,14 +201,18 @@ def check_weighted(loss: object, n: object, settings: Settings) -> tuple[Tensor,
     return loss, number
 
 
-def check_survivable(settings: Settings, *, has_all_ranks: bool) -> None:
-    """Raises ValueError for what cannot go on in the step in which a rank is lost (``--survive``)."""
+def check_survivable(settings: Settings, *, has_all_ranks: bool, others_share: bool | None = None) -> None:
+    """Raises ValueError for what cannot go on in the step in which a rank is lost (``--survive``).
+
+    ``others_share``: whether earlier optimizers have ``shard=``, whose loss takes all back; None if there are none.
+    """
     why = {
         "step_on_arrival=True, whose step is taken before all ranks have all averages": settings.step_on_arrival,
         "op=hvd.Adasum, whose step is taken before ranks combine it": settings.op == Adasum,
         "an exchange= of your own, whose state would change twice in such a step": settings.exchange is not None,
         f"outer={settings.outer!r}, whose outer steps would be taken twice": settings.outer is not None,
-        "shard=, since a lost rank's part of the optimizer's state is lost with it": settings.shard is not None,
+        "optimizers with shard= and others without, since a lost rank takes its part of the state of those with it "
+        "along, and steps of the others would go on": others_share not in (None, settings.shard is not None),
         "a process_set, whose ranks are those of a world that may end": not has_all_ranks,
     }
     for what, is_given in why.items():

@@ -24,6 +24,7 @@ from ..buckets.weights import FIRST_REFERENCE
 from ..comm.reduce_op import Average, ReduceOp
 from ..compression.casts import AnyCompression, Compression
 from ..environment import Environment
+from ..log import log
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
@@ -149,8 +150,8 @@ class DistributedOptimizer(AveragingOptimizer):
     alone. Optimizers that update each element by itself (most of torch.optim, or a class with ``updates_elementwise =
     True``) are divided anywhere; of all others, such as Muon, each parameter belongs to one rank. After ``step()``
     every ``param.grad`` is None. `consolidate_state_dict` makes a state that any number of ranks can load, with any
-    ``shard`` or none. `join`, sparse gradients, Adasum, ``outer``, ``step_on_arrival``, ``autotune`` and ``--survive``
-    do not work with it, and raise an error.
+    ``shard`` or none. `join`, sparse gradients, Adasum, ``outer``, ``step_on_arrival`` and ``autotune`` do not work
+    with it, and raise an error. With ``--survive`` a loss goes back to the last commit; all optimizers need it then.
 
     An average is bit-identical on all ranks, and from run to run.
     """
@@ -207,8 +208,11 @@ class DistributedOptimizer(AveragingOptimizer):
                 "state elsewhere, of which other ranks would have no part: leave shard out"
             )
         self.shard = shard
-        if is_initialized() and current_world().survival is not None:
-            check_survivable(settings, has_all_ranks=process_set is global_process_set)
+        survival = current_world().survival if is_initialized() else None
+        if survival is not None:
+            has_all_ranks = process_set is global_process_set
+            check_survivable(settings, has_all_ranks=has_all_ranks, others_share=survival.optimizers_share)
+            survival.optimizers_share = shard is not None
         self._given_settings, self._given_compression, self._given_process_set = settings, compression, process_set
         passes = check_positive_int(backward_passes_per_step, "backward_passes_per_step")
         named = check_trained(check_named_parameters(optimizer, named_parameters))
@@ -221,6 +225,12 @@ class DistributedOptimizer(AveragingOptimizer):
         except BaseException:
             reducer.close()
             raise
+        if survival is not None and shard is not None and reducer.engine.ranks.rank == 0:
+            log.warning(
+                "survive: steps of %s (%s, shard=%r) do not go on without a lost rank, since its part of the "
+                "optimizer's state is lost with it: all ranks go back to the last commit of hvd.elastic.run, and a "
+                "program without it ends", reducer.name, type(optimizer).__name__, shard,
+            )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer over {self._reducer.engine.ranks.size} ranks of\n{self._optimizer!r}"
@@ -321,7 +331,8 @@ def _connection_of(process_set: ProcessSet, settings: Settings) -> Connection:
         world = current_world()
         return Connection(world.group.alone(), world.generation, settings.for_nonmember(), check, ranks)
     submit = None if world is None else world.controller.submit
-    survival = None if world is None else world.survival
+    # With a lost rank its part of a divided state is lost, so that nobody goes on.
+    survival = None if world is None or settings.shard is not None else world.survival
     group = group_of(process_set, "hvd.DistributedOptimizer")
     return Connection(group, process_set.membership().generation, settings, check, ranks, submit, survival)
 

@@ -7,6 +7,7 @@ must have come out. There are a hundred with TEST_HVDLITE_LONG=1, and else a few
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -201,6 +202,15 @@ def test_a_job_on_one_host_ends_with_the_model_of_its_commits(launch, tmp_path, 
 def test_so_it_does_where_ranks_share_the_optimizers_state(launch, tmp_path, table, seed):
     scenario = on_one_host(seed)
     scenario.shard = "world"
+    trial = Trial(scenario, tmp_path, ["localhost"], None)
+    run_and_check(trial, launch, table)
+    trial.job.assert_gone()
+
+
+def test_so_it_does_where_other_optimizers_would_finish_the_step_in_which_a_rank_is_lost(launch, tmp_path, table):
+    scenario = dataclasses.replace(on_one_host(14), shard="world", says="all ranks go back to the last commit")
+    scenario.flags.append("--survive")
+    assert scenario.name == "one is lost"
     trial = Trial(scenario, tmp_path, ["localhost"], None)
     run_and_check(trial, launch, table)
     trial.job.assert_gone()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from ranks import attempt_ranks
-from survivors import run_survivors
+from survivors import Death, run_survivors
 from torch import nn
 from training import take_steps, wrap
 from worlds import run_generations
@@ -44,6 +44,36 @@ def test_steps_survive_in_a_world_where_they_may(monkeypatch):
         return type(hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0))._reducer.step)
 
     assert run_survivors(monkeypatch, ["a", "b"], program) == {0: SurvivingStep, 1: SurvivingStep}
+
+
+def test_steps_of_ranks_that_share_the_optimizers_state_do_not_survive_and_so_of_all_optimizers(monkeypatch, caplog):
+    def program(rank: int) -> type:
+        param = nn.Parameter(torch.ones(64))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0, momentum=0.9), shard="world")
+        others = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
+        with pytest.raises(ValueError, match=r"--survive, .* optimizers with shard= and others without"):
+            hvd.DistributedOptimizer(others)
+        take_steps(optimizer, lambda _: param.sum(), range(1))
+        with pytest.raises(hvd.CommunicationError):
+            take_steps(optimizer, lambda _: param.sum(), range(1))
+        return type(optimizer._reducer.step)
+
+    kinds = run_survivors(monkeypatch, ["a", "a", "a"], program, Death(1, "synchronize", 1))
+    assert kinds == {0: AveragedStep, 2: AveragedStep}
+    (line,) = [each.getMessage() for each in caplog.records if "do not go on" in each.getMessage()]
+    assert "steps of optimizer 1 (SGD, shard='world')" in line
+    assert "go back to the last commit of hvd.elastic.run" in line
+
+
+def test_no_optimizer_shares_its_state_beside_one_that_survives(monkeypatch):
+    def program(rank: int) -> None:
+        first, second = (torch.optim.SGD([nn.Parameter(torch.zeros(2))]) for _ in range(2))
+        kept = hvd.DistributedOptimizer(first)
+        with pytest.raises(ValueError, match=r"--survive, .* optimizers with shard= and others without"):
+            hvd.DistributedOptimizer(second, shard="host")
+        assert isinstance(kept._reducer.step, SurvivingStep)
+
+    run_survivors(monkeypatch, ["a", "a"], program)
 
 
 def test_the_step_of_a_new_world_is_another_with_the_same_parameters():
