@@ -189,6 +189,9 @@ class _Beginning(NamedTuple):
 class Survival:
     """This process's part in it, over all its worlds. The main thread's, as `init` and `step` are."""
 
+    optimizers_share: bool | None = None
+    """Whether the program's optimizers have ``shard=``, so that no step goes on. None before the first."""
+
     def __init__(
         self,
         enter_again: Callable[[], None],
@@ -225,8 +228,6 @@ class Survival:
         self._on_change: Callable[[int], None] | None = None
         self._has_warned = False
         self._followers: list[weakref.ref[Follower]] = []
-        self.optimizers_share: bool | None = None
-        """Whether the program's optimizers have ``shard=``, so that no step goes on. None before the first."""
         self.is_going_on = False
         """Whether the functions run that adapt to the ranks that are left, in the middle of a step."""
         # Whether other ranks already wait in the step that comes next on this one.
