@@ -1,4 +1,4 @@
-"""What is left of a test with many cases that is marked slow(but=n) or night(but=n)."""
+"""What is left of a test with many cases that is marked slow(but=n) or night(but=n), or is run with --cases."""
 
 from __future__ import annotations
 
@@ -58,3 +58,14 @@ def test_those_that_are_left_have_each_value_of_each_parameter_and_then_most_pai
     assert few < more
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert len({(each[one], each[other]) for each in more}) >= 4
+
+
+def test_cases_limits_each_test_to_some_of_the_cases_that_are_selected_otherwise(pytester):
+    pytester.makeini("[pytest]\nmarkers =\n    slow(but=n)")
+    pytester.makepyfile(TESTS.replace("FEW", "3").replace("MARK", "slow"))
+    arguments = ("-p", "some_cases", "-p", "no:cacheprovider", "-s", "-q", "-m", "not slow", "--cases")
+    result = pytester.runpytest_inprocess(*arguments, "2")
+    result.assert_outcomes(passed=4, deselected=7)
+    assert re.findall(r"<(.)>", result.stdout.str()) == ["0", "8"]
+    pytester.runpytest_inprocess(*arguments, "9").assert_outcomes(passed=5, deselected=6)
+    assert "--cases 0: at least one case" in pytester.runpytest_inprocess(*arguments, "0").stderr.str()

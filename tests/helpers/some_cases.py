@@ -1,4 +1,8 @@
-"""Marks all cases of a test but n: ``slow(but=n)`` and ``night(but=n)``."""
+"""
+Takes a few of the cases of a test that has many.
+
+``slow(but=n)`` and ``night(but=n)`` mark all cases but n; ``--cases N`` runs at most N of those that are chosen.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,10 @@ import itertools
 import pytest
 
 _MARKS = ("slow", "night")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", type=int, metavar="N", help="run at most N cases of each test that has more")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -23,6 +31,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in _chosen(every, n):
             own = item.own_markers
             own[:] = [mark for mark in own if mark.name != name or "but" not in mark.kwargs]
+
+
+class FewCases:
+    """The plugin that ``--cases`` registers: it deselects further cases after ``-m`` and ``-k`` have selected."""
+
+    def __init__(self, cases: int) -> None:
+        self._cases = cases
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        of_tests: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+        for item in items:
+            of_tests[item.nodeid.partition("[")[0]].append(item)
+        kept = {item for every in of_tests.values() for item in _chosen(every, self._cases)}
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    cases = config.getoption("cases")
+    if cases is not None:
+        if cases < 1:
+            raise pytest.UsageError(f"--cases {cases}: at least one case of each test")
+        config.pluginmanager.register(FewCases(cases))
 
 
 def _chosen(every: list[pytest.Item], n: int) -> list[pytest.Item]:
