@@ -282,3 +282,24 @@ def test_free_memory_goes_back_to_the_system():
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_a_rank_that_consolidates_has_room_for_the_state_and_a_bucket_and_others_for_a_bucket():
+    bucket_bytes = 2 * LAYER_BYTES
+
+    def rank(group: Group) -> tuple[int, int]:
+        model = make_model()
+        optimizer = wrap(group, model, momentum=0.9, bucket_cap_mb=bucket_bytes / 2**20, shard="world")
+        train(optimizer, model)
+        own_bytes = sum(each["momentum_buffer"].nbytes for each in optimizer.state.values())
+        with LiveBytes() as live:
+            optimizer.consolidate_state_dict(to=1)
+            # This rank's own part was there before, and has been seen as it was read.
+            stays = live.now - own_bytes
+            return stays, live.peak - live.now
+
+    outcomes = run_ranks(2, rank)
+    for (stays, passing), expected_bytes in zip(outcomes, [0, LAYERS * LAYER_BYTES], strict=True):
+        assert abs(stays - expected_bytes) <= SMALL_BYTES
+        # A bucket's state in bytes of all ranks, and beside it the tensors that these become.
+        assert passing <= 2 * bucket_bytes + SMALL_BYTES

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint.state_dict as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from long_run import trials
 from ranks import attempt_ranks, run_ranks, set_of
 from torch import Tensor, nn
 from worlds import run_worlds
@@ -398,6 +401,56 @@ def test_the_norm_of_all_parts_is_that_of_the_gradients():
 
     norms = run_ranks(3, train, engine="shared memory")
     assert norms[0] == norms[1] == norms[2] > 0.01
+
+
+SHAPES = st.one_of(
+    *(st.just(shape) for shape in ((), (0, 3), (3000,))),
+    st.tuples(st.integers(1, 40)),
+    st.tuples(st.integers(1, 20), st.integers(1, 20)),
+)
+
+
+@settings(max_examples=trials(12, 500))
+@given(
+    name=st.sampled_from(list(OF_TORCH)),
+    shapes=st.lists(SHAPES, min_size=1, max_size=7),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    hosts=st.lists(st.sampled_from("ab"), min_size=1, max_size=5),
+    shard=st.sampled_from(["world", "host"]),
+    cap_mb=st.sampled_from([0.0001, 0.003, 1.0]),
+)
+def test_any_parameters_have_the_same_bits_after_each_step_on_any_ranks(name, shapes, dtype, hosts, shard, cap_mb):
+    if name == "Muon":
+        shapes = [shape for shape in shapes if len(shape) == 2] + [(5, 7)]
+    if name in ("Muon", "Adafactor"):
+        # Neither can update a parameter without elements.
+        shapes = [shape for shape in shapes if 0 not in shape]
+
+    def is_used(at: int, step: int, rank: int) -> bool:
+        # The fused SGD of PyTorch wants all gradients in the first step.
+        return name == "SGD fused" or ((at + step + rank) % 4 > 0 and (at + step) % 5 > 0)
+
+    def train(group: Group) -> None:
+        def made(**options: Any) -> tuple[list[nn.Parameter], hvd.DistributedOptimizer]:
+            params = [nn.Parameter(torch.full(shape, 0.5 + at, dtype=dtype)) for at, shape in enumerate(shapes)]
+            # Sums of whole numbers are the same in any order, as they come between hosts.
+            return params, hvd.DistributedOptimizer(
+                OF_TORCH[name](params), process_set=set_of(group), bucket_cap_mb=cap_mb, op=hvd.Sum, **options
+            )
+
+        both = [made(), made(shard=shard)]
+        for step in range(3):
+            for params, optimizer in both:
+                optimizer.zero_grad()
+                numbers = torch.Generator().manual_seed(10 * step + group.rank)
+                for at, param in enumerate(params):
+                    factors = torch.randint(-8, 8, param.shape, generator=numbers)
+                    if is_used(at, step, group.rank):
+                        (param * factors).sum().backward()
+                optimizer.step()
+            assert all(map(torch.equal, both[0][0], both[1][0])), step
+
+    run_all(len(hosts), train, hosts)
 
 
 # -- checkpoints
