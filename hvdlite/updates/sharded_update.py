@@ -72,14 +72,14 @@ class ShardedUpdate:
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Updates this rank's part of the parameters; then all ranks gather them. It waits for all ranks."""
-        loss: float | None = None
         if closure is not None:
             # It needs whole parameters, and an optimizer would call it before it looks at any.
             with torch.enable_grad():
                 loss = closure()
+            self.step()
+            return loss
         if self._states.ownership.sharers.size == 1:
-            own_loss = self._optimizer.step()
-            return own_loss if closure is None else loss
+            return self._optimizer.step()
         tensor_of = {id(piece.param): piece.tensor for piece in self._states.ownership.own}
         groups = self._optimizer.param_groups
         parts = [[tensor_of[id(param)] for param in group["params"] if id(param) in tensor_of] for group in groups]
@@ -90,7 +90,7 @@ class ShardedUpdate:
         self._gather_parameters()
         # Of other ranks' parts they are not averages.
         self._averages.step.plan.drop_gradients()
-        return own_loss if closure is None else loss
+        return own_loss
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
