@@ -11,18 +11,27 @@ import pytest
 pytestmark = pytest.mark.slow
 
 PROGRAM = """
-import functools, sys, torch
+import functools, itertools, sys, torch
 import hvdlite as hvd, every_call
 from every_call import batch, model_of, ones
 hvd.init()
 compiled = functools.partial(torch.compile, backend=sys.argv[1])
+turns = itertools.count()
+
+def compiled_by_turns(function):
+    # Compiled on one rank, the next one on the other, with whose program as it is written it has to agree.
+    return compiled(function) if next(turns) % 2 == hvd.rank() else function
 
 # The functions compare what they compute with one process on the whole batch.
+train = every_call.train
 if sys.argv[1] == "eager":
     for each in (every_call.collectives, every_call.batch_norm, every_call.states):
-        compiled(each)()
-train, every_call.train = every_call.train, compiled(every_call.train)
+        compiled_by_turns(each)()
+    every_call.train = lambda kind, **options: compiled_by_turns(train)(kind, **options)
+else:
+    every_call.train = compiled(train)
 every_call.optimizers()
+every_call.train = compiled(train)
 for option in ("compiled_autograd", "trace_autograd_ops"):
     torch.compiler.reset()
     with torch._dynamo.config.patch({option: True}):
