@@ -23,8 +23,10 @@ FEW = [(0, "0", "1"), (1, "1", "0"), (2, "0", "0"), (3, "1", "1")]
 
 @pytest.mark.night(but=1)
 @pytest.mark.parametrize(("number", "shm", "check"), chosen(EVERY, FEW))
-def test_every_survivor_names_the_rank_that_died_and_no_other(number: int, shm: str, check: str, tmp_path: Path):
-    what, victim, outcomes = kill_one(number, tmp_path, HVDLITE_SHM=shm, HVDLITE_CHECK=check)
+def test_every_survivor_names_the_rank_that_died_and_no_other(
+    number: int, shm: str, check: str, tmp_path: Path, rank_server
+):
+    what, victim, outcomes = kill_one(rank_server.python(), number, tmp_path, HVDLITE_SHM=shm, HVDLITE_CHECK=check)
     for rank, outcome in enumerate(outcomes):
         if rank == victim:
             continue

@@ -128,12 +128,14 @@ TOGETHER = [[stage] for stage in STAGES] if IS_LONG else [STAGES[:7], STAGES[7:]
 
 @pytest.mark.night
 @pytest.mark.parametrize("stages", TOGETHER, ids=lambda stages: stages[0])
-def test_an_init_that_fails_leaves_nothing_and_the_next_one_works(stages: Sequence[str], tmp_path: Path):
+def test_an_init_that_fails_leaves_nothing_and_the_next_one_works(stages: Sequence[str], tmp_path: Path, rank_server):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     # With a timeline, so that starting it can fail.
     timeline = {"HVDLITE_TIMELINE": str(tmp_path / "timeline.json")}
-    for outcome in run_plainly(2, [str(program), str(tmp_path), *stages], tmp_path, timeout_s=500, **timeline):
+    for outcome in run_plainly(
+        rank_server.python(), 2, [str(program), str(tmp_path), *stages], tmp_path, timeout_s=500, **timeline
+    ):
         assert outcome.exit_code == 0, outcome.output
         assert "all of it" in outcome.output
 

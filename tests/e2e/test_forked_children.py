@@ -19,7 +19,7 @@ JOBS = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in ("shared memory", "gloo") else pytest.mark.night) for kind in JOBS]
+    "kind", [pytest.param(kind, marks=() if kind == "shared memory" else pytest.mark.night) for kind in JOBS]
 )
 def test_ranks_train_as_without_children_whatever_these_do(launch, kind):
     flags, env, arguments = JOBS[kind]

@@ -100,9 +100,9 @@ told(lambda: train(model, sgd(model), rank, 3, at_step=fail))
 @pytest.mark.parametrize(
     ("end", "code"), [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("os._exit(0)", 0)]
 )
-def test_a_rank_that_ends_at_a_step_of_ddp_is_named_by_all_others(tmp_path, end, code):
+def test_a_rank_that_ends_at_a_step_of_ddp_is_named_by_all_others(tmp_path, end, code, rank_server):
     # Without the launcher, which ends the others within seconds.
-    outcomes = run_plainly(3, ["-c", IMPORTS + FAULT.replace("FAULT", end) + DDP], tmp_path)
+    outcomes = run_plainly(rank_server.python(), 3, ["-c", IMPORTS + FAULT.replace("FAULT", end) + DDP], tmp_path)
     assert outcomes[1].exit_code == code, outcomes[1].output
     assert "told" not in outcomes[1].output
     for outcome in (outcomes[0], outcomes[2]):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.night  # what is run at night is tried at night
 
 PATIENCE_S = 400
 SOAK = (str(Path(__file__).parents[1] / "bench" / "soak.py"),)

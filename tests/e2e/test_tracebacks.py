@@ -40,9 +40,11 @@ while True:
 
 
 @pytest.mark.parametrize("check", ["1", "0"])
-def test_the_rank_that_failed_prints_its_traceback_and_the_others_one_line_each(tmp_path, check):
+def test_the_rank_that_failed_prints_its_traceback_and_the_others_one_line_each(tmp_path, check, rank_server):
     (tmp_path / "train.py").write_text(ONE_FAILS)
-    first, second = run_plainly(2, [str(tmp_path / "train.py")], tmp_path, timeout_s=200, HVDLITE_CHECK=check)
+    first, second = run_plainly(
+        rank_server.python(), 2, [str(tmp_path / "train.py")], tmp_path, timeout_s=200, HVDLITE_CHECK=check
+    )
     assert (first.exit_code, second.exit_code) == (1, 1)
     assert first.output.endswith("[rank0]: ValueError: bad data\n")
     assert re.fullmatch(
@@ -52,9 +54,11 @@ def test_the_rank_that_failed_prints_its_traceback_and_the_others_one_line_each(
 
 
 @pytest.mark.night
-def test_the_whole_traceback_is_in_the_log_of_level_debug(tmp_path):
+def test_the_whole_traceback_is_in_the_log_of_level_debug(tmp_path, rank_server):
     (tmp_path / "train.py").write_text(ONE_FAILS)
-    _, second = run_plainly(2, [str(tmp_path / "train.py")], tmp_path, timeout_s=200, HVDLITE_LOG_LEVEL="debug")
+    _, second = run_plainly(
+        rank_server.python(), 2, [str(tmp_path / "train.py")], tmp_path, timeout_s=200, HVDLITE_LOG_LEVEL="debug"
+    )
     assert second.exit_code == 1
     assert "Traceback (most recent call last):" in second.output
     assert "handle.py" in second.output

@@ -86,13 +86,18 @@ class Outcome:
         return re.findall(r"^TOLD (.*)$", self.output, re.MULTILINE)
 
 
-def run_plainly(size: int, command: Sequence[str], tmp: Path, timeout_s: float = 200, **env: str) -> list[Outcome]:
-    """Runs each rank as a process with RANK and WORLD_SIZE in its environment; returns the outcomes by rank."""
+def run_plainly(
+    python: Sequence[str], size: int, command: Sequence[str], tmp: Path, timeout_s: float = 200, **env: str
+) -> list[Outcome]:
+    """Runs each rank as a process with RANK and WORLD_SIZE in its environment; returns the outcomes by rank.
+
+    ``python`` is `RankServer.python`, or empty for new processes.
+    """
     with socket.socket() as kept:
         # Bound until all ranks have ended, so that no other process gets the port; rank 0 can still listen there.
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))
-        return _run_at(kept.getsockname()[1], size, command, tmp, timeout_s, env)
+        return _run_at(kept.getsockname()[1], size, [*python, *command], tmp, timeout_s, env)
 
 
 def _run_at(
@@ -115,7 +120,7 @@ def _run_at(
     return [Outcome(code, output.read_text(errors="replace")) for code, output in zip(codes, outputs, strict=True)]
 
 
-def kill_one(number: int, tmp: Path, **env: str) -> tuple[str, int, list[Outcome]]:
+def kill_one(python: Sequence[str], number: int, tmp: Path, **env: str) -> tuple[str, int, list[Outcome]]:
     """Runs trial ``number``, which is also the random seed; kills one rank.
 
     Returns a description of the trial, the rank that was killed, and the outcomes of all ranks.
@@ -127,6 +132,6 @@ def kill_one(number: int, tmp: Path, **env: str) -> tuple[str, int, list[Outcome
     victim, moment = dice.randrange(size), dice.randrange(2, 60)
     program = tmp / "program.py"
     program.write_text(PROGRAM)
-    outcomes = run_plainly(size, [str(program), str(victim), str(moment), kind], tmp, **env)
+    outcomes = run_plainly(python, size, [str(program), str(victim), str(moment), kind], tmp, **env)
     assert outcomes[victim].exit_code == -signal.SIGKILL, outcomes[victim].output
     return f"{number}: {kind}, rank {victim} of {size} at {moment}, {env}", victim, outcomes
