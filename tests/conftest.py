@@ -32,7 +32,8 @@ ONE_AFTER_THE_OTHER = {
     "tests/e2e/test_faults.py",  # each test runs several jobs at once, and all must be gone within seconds
     "tests/e2e/test_whole_jobs.py",  # one process starts the server of ranks
     "tests/e2e/test_other_launchers.py",  # it starts Slurm's daemons and their network once
-    "tests/integrations/test_lightning.py",  # as the next
+    "tests/integrations/test_lightning.py",  # as the next two
+    "tests/integrations/test_ray.py",
     "tests/migration/test_calls.py",  # its tests read the results of the same jobs
     "tests/test_assertions.py",  # each process parses both packages
     "tests/test_bounds.py",

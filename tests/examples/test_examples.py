@@ -158,9 +158,9 @@ def test_digits_refuse_a_plot_where_there_is_no_directory(run: Callable[..., Don
 @pytest.mark.slow
 @pytest.mark.parametrize("is_first", [True, False])
 def test_digits_are_learned_though_a_worker_is_killed(hvdlite_run: list[str], is_first: bool) -> None:
-    program = [sys.executable, "examples/elastic.py", "--min-accuracy", "0.97", "--epochs", "60"]
+    program = [sys.executable, "examples/elastic.py", "--min-accuracy", "0.97", "--epochs", "30"]
     with start_words(*hvdlite_run, "--min-np", "1", "--max-np", "2", *program) as job:
-        bar = wait_for_line(job, r"\[0\]<stderr>:training on 2 ranks \(pid (\d+)\).* 0/60", stream="stderr")
+        bar = wait_for_line(job, r"\[0\]<stderr>:training on 2 ranks \(pid (\d+)\).* 0/30", stream="stderr")
         shows = int(bar[1])
         workers = [each for each in psutil.Process(shows).parent().children() if "HVDLITE_WORKER" in each.environ()]
         victim = next(worker for worker in workers if (worker.pid == shows) == is_first)
