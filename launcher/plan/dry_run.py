@@ -6,7 +6,7 @@ Of each worker's environment it shows only what hvdlite-run sets: the user's oth
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdlite_wire.fault_points import worker_form
@@ -22,34 +22,23 @@ from .slots import Slot
 from .worker_environment import HostEnvironment, elastic_environment, job_dir, slot_environment, variables_set
 
 
-def dry_run(
-    job: JobSpec,
-    slots: Sequence[Slot],
-    by_flags: Mapping[str, str],
-    facts_of: Callable[[Host], HostEnvironment | None] | None = None,
-) -> str:
+def dry_run(job: JobSpec, slots: Sequence[Slot], by_flags: Mapping[str, str]) -> str:
     """Returns what all of the job's ``slots`` share, and a paragraph for each, with what is known on this host.
 
-    ``by_flags`` are the variables that flags set for all workers. ``facts_of(host)`` returns None where only the host
-    itself knows them; by default this machine is asked, if it is the only one.
+    ``by_flags`` are the variables that flags set for all workers.
     """
     first, is_alone = slots[0].host, len({slot.host for slot in slots}) == 1
     address = "127.0.0.1" if is_alone else f"<the address of {first.label}>"
     places: list[tuple[str, Mapping[str, str]]] = []
     for slot in slots:
-        host = slot.host
         own = slot_environment(slot, len(slots), master_address=address, master_port=0)
         own["MASTER_PORT"] = f"<a free port of {first.label}>"
-        if facts_of is not None:
-            facts = facts_of(host)
-        else:
-            facts = _facts_here(job, host, len(slots)) if host.is_here and is_alone else None
         place = (
-            f"rank {slot.rank} on {host.label}: local rank {slot.local_rank} of {slot.local_size}, "
+            f"rank {slot.rank} on {slot.host.label}: local rank {slot.local_rank} of {slot.local_size}, "
             f"cross rank {slot.cross_rank} of {slot.cross_size}"
         )
-        places.append((place, _variables(job, host, own, facts, slot.local_size, by_flags, is_alone=is_alone)))
-    return "\n".join(_paragraphs(places, "all ranks", _runs(job)))
+        places.append((place, _variables(job, slot.host, own, slot.local_size, by_flags, is_alone=is_alone)))
+    return "\n".join(_paragraphs(job, places, "all ranks"))
 
 
 @dataclass(frozen=True)
@@ -73,13 +62,12 @@ def elastic_dry_run(
     places: list[tuple[str, Mapping[str, str]]] = []
     for worker in workers:
         host = worker.host
-        facts = _facts_here(job, host, host.slots) if host.is_here and is_alone else None
         chaos = job.elastic.chaos or ChaosSpec()
         faults = worker_form(each.of_worker for each in chaos.of_worker(worker.number, job.elastic.policy.first_np))
         own = elastic_environment(worker.number, host.label, worker.slot, faults)
         place = f"worker {worker.number} on {host.label}: local rank {worker.slot}"
-        places.append((place, _variables(job, host, own, facts, host.slots, by_flags, is_alone=is_alone)))
-    return "\n".join([_rules(job.elastic, hosts, workers), *_paragraphs(places, "all workers", _runs(job))])
+        places.append((place, _variables(job, host, own, host.slots, by_flags, is_alone=is_alone)))
+    return "\n".join([_rules(job.elastic, hosts, workers), *_paragraphs(job, places, "all workers")])
 
 
 def _rules(elastic: ElasticSpec, hosts: Sequence[Host], workers: Sequence[FirstWorker]) -> str:
@@ -116,24 +104,9 @@ def _after_failure(policy: Policy) -> str:
             return "the job ends (--on-failure stop)"
 
 
-def _interface_of(job: JobSpec, host: Host) -> str | None:
-    names = job.interface_of(host)
-    return f"<the first of {names} that the host has>" if names and "," in names else names
-
-
-def _facts_here(job: JobSpec, host: Host, slots: int) -> HostEnvironment:
-    """Returns the facts of this machine, which has all workers of the job."""
-    directory = job_dir("<job>", temporary_directory())
-    interface = _interface_of(job, host) or loopback_interface()
-    return HostEnvironment(directory, usable_cores(), interface, slots, is_alone=True)
-
-
-def _runs(job: JobSpec) -> str:
-    return f"runs {shlex.join(job.command)} in {job.cwd}" if job.command else ""
-
-
-def _paragraphs(places: Sequence[tuple[str, Mapping[str, str]]], all_of_them: str, runs: str) -> list[str]:
+def _paragraphs(job: JobSpec, places: Sequence[tuple[str, Mapping[str, str]]], all_of_them: str) -> list[str]:
     """Returns a paragraph for each place with its own variables, after one for what all of them share."""
+    runs = f"runs {shlex.join(job.command)} in {job.cwd}" if job.command else ""
     if len(places) < 2:
         return [f"{place}{runs and f'; {runs}'}\n{_lines(variables)}" for place, variables in places]
     first = places[0][1]
@@ -144,21 +117,24 @@ def _paragraphs(places: Sequence[tuple[str, Mapping[str, str]]], all_of_them: st
 
 
 def _variables(
-    job: JobSpec,
-    host: Host,
-    own: Mapping[str, str],
-    facts: HostEnvironment | None,
-    slots: int,
-    by_flags: Mapping[str, str],
-    *,
-    is_alone: bool,
+    job: JobSpec, host: Host, own: Mapping[str, str], slots: int, by_flags: Mapping[str, str], *, is_alone: bool
 ) -> dict[str, str]:
-    """Returns what hvdlite-run sets for a worker; without ``facts``, with words for what only its host knows."""
+    """Returns what hvdlite-run sets for a worker, with words for what only its host knows.
+
+    ``slots`` is how many workers the host has. ``is_alone``: the job has no other host.
+    """
     given = job.environment.here if host.is_here else job.environment.elsewhere
-    interface = _interface_of(job, host) or "<the interface towards the other hosts>"
-    unknown = HostEnvironment("<the host's directory for the job>", 1, interface, slots, is_alone)
-    variables = variables_set(given, own, facts or unknown)
-    if facts is None and "OMP_NUM_THREADS" not in given:
+    names = job.interface_of(host)
+    interface = f"<the first of {names} that the host has>" if names and "," in names else names
+    is_known = host.is_here and is_alone
+    if is_known:
+        directory = job_dir("<job>", temporary_directory())
+        facts = HostEnvironment(directory, usable_cores(), interface or loopback_interface(), slots, is_alone)
+    else:
+        interface = interface or "<the interface towards the other hosts>"
+        facts = HostEnvironment("<the host's directory for the job>", 1, interface, slots, is_alone)
+    variables = variables_set(given, own, facts)
+    if not is_known and "OMP_NUM_THREADS" not in given:
         variables["OMP_NUM_THREADS"] = f"<the host's cores / {slots}>"
     directories = ["hvdlite-run's sitecustomize", *(["hvdlite's horovod"] if job.as_horovod else [])]
     path = ", ".join(f"<the directory of {each} on that host>" for each in directories)
