@@ -29,10 +29,9 @@ from ..plan.hosts import AUTO, Host, count_auto_slots, each_machine_once
 from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot, plan_slots
 from ..screen.display import draws_in_place
-from ..screen.job_screen import Screen
+from ..screen.job_screen import Screen, shown_by_rank, shown_by_slots
 from ..screen.json_log import JsonLog, LogEvents
 from ..screen.output_files import OutputFiles
-from ..screen.shown_ranks import shown_by_rank, shown_by_slots
 from ..status.console import Console
 from ..status.first_minute import FirstMinute, LateStart
 from ..status.job_facts import JobFacts

@@ -5,5 +5,5 @@
 
 Modules import only what stands before them:
 
-    output_files < lines < json_log < footer < held_tracebacks < display < job_screen < shown_ranks
+    output_files < lines < json_log < footer < held_tracebacks < display < job_screen
 """

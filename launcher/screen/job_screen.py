@@ -23,6 +23,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
+from ..errors import UsageError
+from ..plan.job_spec import JobSpec
+from ..plan.slots import Slot
 from ..wire.messages import Event, Output, ScreenDone, ScreenFailed, Stream
 from ..workers.failure_message import quotes
 from .display import Display, View, Whose
@@ -33,6 +36,9 @@ from .output_files import OutputRecord
 # An unfinished line is shown when its worker has been quiet for this long: more than between two prints of one line.
 _QUIET_S = 0.15
 _STREAMS: tuple[Stream, Stream] = ("stdout", "stderr")
+
+Shows = Callable[[int, int | None], bool]
+"""Whether a worker's output is shown, by its number and its present rank (None if it has none)."""
 
 
 class Screen:
@@ -46,16 +52,15 @@ class Screen:
         display: Display | None = None,
         records: Sequence[OutputRecord] = (),
         timestamps: bool = False,
-        shows: Callable[[int, int | None], bool] = lambda _worker, _rank: True,
+        shows: Shows = lambda _worker, _rank: True,
         rank_of: Callable[[int], int | None] = int,
         quiet_s: float = _QUIET_S,
     ) -> None:
         """``shown`` is called for each output that was shown, or that cannot be shown any more.
 
         ``display`` is that of this process's stdout and stderr, unless it is given. ``timestamps``: each line begins
-        with the time. ``shows`` returns whether the output of a worker is shown, by its number and its present rank.
-        ``records`` are closed at the end. ``rank_of`` maps a worker's number to the rank in its prefix, until
-        `set_rank` is called; None if it has none. ``quiet_s``: an unfinished line is shown on a terminal when its
+        with the time. ``records`` are closed at the end. ``rank_of`` maps a worker's number to the rank in its prefix,
+        until `set_rank` is called; None if it has none. ``quiet_s``: an unfinished line is shown on a terminal when its
         worker was quiet for so long.
         """
         self._events = events
@@ -239,6 +244,33 @@ class Screen:
         rank = self._rank_now(worker)
         name = f"worker {worker}" if rank is None else str(rank)
         return self._display.prefix(name, worker if rank is None else rank, stream)
+
+
+def shown_by_slots(job: JobSpec, slots: Sequence[Slot]) -> Shows:
+    """Returns whose output is shown in a job whose ranks stay the same; raises `UsageError` for an unknown rank.
+
+    A job that was restarted may have fewer ranks than at first.
+    """
+    for flag, ranks, known in (
+        ("--show-ranks", job.show_ranks, {slot.number: slot.rank for slot in slots}),
+        ("--local-ranks-filter", job.show_local_ranks, {slot.number: slot.local_rank for slot in slots}),
+    ):
+        if ranks is not None:
+            strangers = ranks.difference(known.values())
+            if strangers and not job.attempt:
+                raise UsageError(f"{flag}: there is no rank {min(strangers)}: they are 0 to {max(known.values())}")
+            shown = frozenset(number for number, rank in known.items() if rank in ranks)
+            return lambda worker, _: worker in shown
+    return lambda _worker, _rank: True
+
+
+def shown_by_rank(job: JobSpec) -> Shows:
+    """Returns whose output is shown in an elastic job.
+
+    A worker without a rank is shown: it may be about to fail before it has one.
+    """
+    ranks = job.show_ranks
+    return lambda _, rank: ranks is None or rank is None or rank in ranks
 
 
 def post_failures(events: SimpleQueue[Event]) -> Callable[[Stream, OSError], None]:
