@@ -65,25 +65,14 @@ _ANSWERS = (*_ELASTIC_ANSWERS, _OF_RESTART, OnFailure.STOP.value)
 _ELASTIC_TIMEOUT_S = 600.0
 _HANG_TIMEOUT_S = 30.0
 _MAX_RESTARTS = 3
-# Flags without effect in a job that is not elastic. --min-np is not one of them: a job that is restarted may shrink.
-_OF_ELASTIC = {
-    "max_num_proc": "--max-np",
-    "slots_per_host": "--slots-per-host",
-    "spares": "--spares",
-    "survive": "--survive",
-    "chaos": "--chaos",
-    "chaos_report": "--chaos-report",
-    "no_fork_server": "--no-fork-server",
-    "elastic_timeout": "--elastic-timeout",
-    "hang_timeout": "--hang-timeout",
-    "reset_limit": "--reset-limit",
-    "blacklist_cooldown_range": "--blacklist-cooldown-range",
-}
+# The dests of flags without effect in a job that is not elastic, such as max_np of --max-np. min_np is not one of them:
+# a job that is restarted may shrink.
+_OF_ELASTIC = (
+    *("max_np", "slots_per_host", "spares", "survive", "chaos", "chaos_report", "no_fork_server"),
+    *("elastic_timeout", "hang_timeout", "reset_limit", "blacklist_cooldown_range"),
+)
 
-DESTS = frozenset({*_OF_ELASTIC, "min_num_proc", "host_discovery_script", "on_failure", "max_restarts"})
-"""The dests of all flags that `add_flags` adds."""
-
-OF_WORKERS = DESTS - {"host_discovery_script", "slots_per_host"}
+OF_WORKERS = frozenset({*_OF_ELASTIC, "min_np", "on_failure", "max_restarts"} - {"slots_per_host"})
 """The dests of flags about workers, and not about hosts."""
 
 TEXTS = ("host_discovery_script", "on_failure")
@@ -92,8 +81,8 @@ TEXTS = ("host_discovery_script", "on_failure")
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds all flags to ``parser``; one that is not given is None."""
-    parser.add_argument("--min-np", "--min-num-proc", dest="min_num_proc", type=flag_values.workers)
-    parser.add_argument("--max-np", "--max-num-proc", dest="max_num_proc", type=flag_values.workers)
+    parser.add_argument("--min-np", "--min-num-proc", type=flag_values.workers)
+    parser.add_argument("--max-np", "--max-num-proc", type=flag_values.workers)
     parser.add_argument("--host-discovery-script", type=_command)
     parser.add_argument("--slots", "--slots-per-host", dest="slots_per_host", type=flag_values.workers)
     parser.add_argument("--on-failure", type=_answer)
@@ -118,14 +107,12 @@ def is_elastic(options: argparse.Namespace) -> bool:
                 "--on-failure restart starts a command anew on the hosts of -H or --hostfile that are left; "
                 "with --host-discovery-script a job is elastic: leave one of them out"
             )
-        _refuse(options, _OF_ELASTIC, "--on-failure restart starts all workers anew")
+        _refuse_those_of_elastic(options, "--on-failure restart starts all workers anew")
         return False
-    if answer in _ELASTIC_ANSWERS or options.min_num_proc is not None or options.host_discovery_script is not None:
+    if answer in _ELASTIC_ANSWERS or options.min_np is not None or options.host_discovery_script is not None:
         return True
-    _refuse(
-        options,
-        _OF_ELASTIC,
-        "the job's ranks do not change without --min-np, --host-discovery-script or --on-failure replace",
+    _refuse_those_of_elastic(
+        options, "the job's ranks do not change without --min-np, --host-discovery-script or --on-failure replace"
     )
     if options.max_restarts is not None:
         raise UsageError("--max-restarts: nothing is started anew; say --on-failure restart, or replace")
@@ -136,7 +123,7 @@ def restart_of(options: argparse.Namespace) -> RestartSpec | None:
     """Returns how often the job is to be started anew; None if its first failure ends it."""
     if options.on_failure != _OF_RESTART:
         return None
-    least = options.min_num_proc or options.num_proc or 1
+    least = options.min_np or options.num_proc or 1
     if options.num_proc is not None and least > options.num_proc:
         raise UsageError(f"--min-np {least} is more than -np {options.num_proc}")
     return RestartSpec(_max_restarts(options), least)
@@ -151,7 +138,7 @@ def elastic_of(options: argparse.Namespace, hosts: Collection[Host], timeout_s: 
     policy = _policy(options, timeout_s)
     # Others start few workers later, or none, for which a process that waits would be too much.
     forks = policy.on_failure is OnFailure.REPLACE and options.no_fork_server is None
-    hang_timeout_s = _hang_timeout_s(options)
+    hang_timeout_s = _HANG_TIMEOUT_S if options.hang_timeout is None else float(options.hang_timeout)
     if options.host_discovery_script is None:
         if options.slots_per_host is not None:
             raise UsageError(
@@ -187,12 +174,12 @@ def script_of(options: argparse.Namespace) -> DiscoveryScript:
 
 def slots_here(options: argparse.Namespace) -> int:
     """Returns how many slots an elastic job has on this machine if the user names no hosts."""
-    most = options.max_num_proc or options.num_proc or options.min_num_proc or 1
+    most = options.max_np or options.num_proc or options.min_np or 1
     return int(most + (options.spares or 0))
 
 
 def _policy(options: argparse.Namespace, timeout_s: float | None) -> Policy:
-    start, least, most = options.num_proc, options.min_num_proc, options.max_num_proc
+    start, least, most = options.num_proc, options.min_np, options.max_np
     on_failure = OnFailure(options.on_failure or ("blacklist" if options.horovod else "replace"))
     if least is None and on_failure is OnFailure.SHRINK:
         raise UsageError("--on-failure shrink: with how few workers may the job go on? Say --min-np N")
@@ -241,10 +228,6 @@ def _require_slots(policy: Policy, hosts: Collection[Host]) -> None:
         )
 
 
-def _hang_timeout_s(options: argparse.Namespace) -> float:
-    return _HANG_TIMEOUT_S if options.hang_timeout is None else float(options.hang_timeout)
-
-
 def _cooldown_s(options: argparse.Namespace) -> tuple[float, float] | None:
     if options.blacklist_cooldown_range is None:
         return None
@@ -261,10 +244,10 @@ def _max_restarts(options: argparse.Namespace) -> int:
     return _MAX_RESTARTS if options.max_restarts is None else int(options.max_restarts)
 
 
-def _refuse(options: argparse.Namespace, dests: dict[str, str], why: str) -> None:
-    for dest, name in dests.items():
+def _refuse_those_of_elastic(options: argparse.Namespace, why: str) -> None:
+    for dest in _OF_ELASTIC:
         if getattr(options, dest) is not None:
-            raise UsageError(f"{name} has no meaning here: {why}")
+            raise UsageError(f"--{dest.replace('_', '-')} has no meaning here: {why}")
 
 
 def _answer(text: str) -> str:

@@ -31,11 +31,12 @@ from .flag_parser import EXAMPLE, HELP, Parser
 from .flag_values import positive_seconds
 
 # The dests of flags about the workers of a job and not about its hosts.
-_OF_WORKERS = (
+_OF_WORKERS = {
+    *elastic_flags.OF_WORKERS,
+    *horovodrun_flags.DESTS,
     *("num_proc", "dry_run", "output_filename", "report_dir", "metrics_textfile", "summary", "log_json"),
-    "watch",
-    *("prefix_output_with_timestamp", "show_ranks", "local_ranks_filter", "grace", "independent"),
-)
+    *("watch", "prefix_output_with_timestamp", "show_ranks", "local_ranks_filter", "grace", "independent"),
+}
 
 _START_TIMEOUT_S = 60.0
 # Of --diagnose, by the verdict; 1 and 2 are those of errors.
@@ -148,14 +149,9 @@ def say_what_has_no_effect(options: argparse.Namespace) -> None:
 
 
 def _refuse_beside_check(options: argparse.Namespace) -> None:
-    of_workers = _flags_of_workers()
     for flag in Parser().flags:
-        if flag.dest in of_workers and getattr(options, flag.dest) != flag.default:
+        if flag.dest in _OF_WORKERS and getattr(options, flag.dest) != flag.default:
             raise UsageError(f"--check looks at hosts and starts no workers: leave out {'/'.join(flag.option_strings)}")
-
-
-def _flags_of_workers() -> frozenset[str]:
-    return frozenset(_OF_WORKERS).union(elastic_flags.OF_WORKERS, horovodrun_flags.DESTS)
 
 
 def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:
@@ -204,7 +200,7 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:
         log_json=_absolute(options.log_json),
         watch=options.watch,
         as_horovod=options.horovod,
-        elastic=elastic_flags.elastic_of(options, hosts, _elastic_timeout_s()) if starts_elastic else None,
+        elastic=elastic_flags.elastic_of(options, hosts, _seconds_set("ELASTIC_TIMEOUT")) if starts_elastic else None,
         restart=elastic_flags.restart_of(options),
     )
 
@@ -227,10 +223,6 @@ def _start_timeout_s(options: argparse.Namespace) -> float:
     return _seconds_set("START_TIMEOUT") or _START_TIMEOUT_S
 
 
-def _elastic_timeout_s() -> float | None:
-    return _seconds_set("ELASTIC_TIMEOUT")
-
-
 def _seconds_set(variable: str) -> float | None:
     """Returns the value of hvdlite's environment variable, else of Horovod's; None if neither is set."""
     names = (f"HVDLITE_{variable}", f"HOROVOD_{variable}")
@@ -251,7 +243,7 @@ def _words_of_config_file(options: argparse.Namespace, parser: Parser) -> list[s
     said = any(getattr(options, dest) is not None for dest in where)
     # The interfaces are one list, which replaces the file's as a whole.
     interfaces = ("network_interface",) if options.network_interface else ()
-    without = (*(where if said else ()), *interfaces, *(_flags_of_workers() if options.check else ()))
+    without = (*(where if said else ()), *interfaces, *(_OF_WORKERS if options.check else ()))
     return config_words(options.config_file, parser, without=without)
 
 
