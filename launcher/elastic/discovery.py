@@ -9,7 +9,6 @@ the user once, and the hosts stay as they are until a run succeeds.
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import select
 import subprocess
@@ -159,30 +158,17 @@ def run_script(script: DiscoveryScript, is_closed: Callable[[], bool]) -> bytes:
         stdout, stderr = process.stdout.fileno(), process.stderr.fileno()
         outputs = {stdout: bytearray(), stderr: bytearray()}
         try:
-            fault = _read_until_end(process, outputs, time.monotonic() + script.limit_s, is_closed)
+            _read_until_end(process, outputs, time.monotonic() + script.limit_s, is_closed)
+        except TimeoutError:
+            raise ScriptError(f"it ran for {script.limit_s:g} s, and was killed{_last_line(outputs[stderr])}") from None
         finally:
             process_tree.kill_tree(process.pid)
             process.wait()
             _reap_group(process.pid)
-    said = _last_line(bytes(outputs[stderr]))
-    if fault is _Fault.LATE:
-        raise ScriptError(f"it ran for {script.limit_s:g} s, and was killed{said}")
-    if fault is _Fault.LONG:
-        raise ScriptError("it printed more than any list of hosts has, and was killed")
-    if fault is _Fault.CLOSED:
-        raise ScriptError("the job ends")
     if code := process.returncode:
         how = {126: "it cannot be executed", 127: "it was not found"}.get(code, f"it ended with exit code {code}")
-        raise ScriptError((how if code > 0 else f"it was killed by {signal_name(-code)}") + said)
+        raise ScriptError((how if code > 0 else f"it was killed by {signal_name(-code)}") + _last_line(outputs[stderr]))
     return bytes(outputs[stdout])
-
-
-class _Fault(enum.Enum):
-    """Why a run is killed."""
-
-    LATE = enum.auto()
-    LONG = enum.auto()
-    CLOSED = enum.auto()
 
 
 def _read_until_end(
@@ -190,8 +176,11 @@ def _read_until_end(
     outputs: Mapping[int, bytearray],
     give_up_at: float,
     is_closed: Callable[[], bool],
-) -> _Fault | None:
-    """Reads until the script has ended, even if a process that it started keeps its output open."""
+) -> None:
+    """Reads until the script has ended, even if a process that it started keeps its output open.
+
+    Raises a TimeoutError at ``give_up_at``, by the monotonic clock, and a `ScriptError` if it is to be killed sooner.
+    """
     still_open = set(outputs)
     for descriptor in outputs:
         os.set_blocking(descriptor, False)
@@ -199,13 +188,13 @@ def _read_until_end(
         has_ended = process.poll() is not None  # before reading, so that nothing is missed
         still_open = {descriptor for descriptor in still_open if _drain(descriptor, outputs[descriptor])}
         if any(len(output) > _MOST_BYTES for output in outputs.values()):
-            return _Fault.LONG
+            raise ScriptError("it printed more than any list of hosts has, and was killed")
         if has_ended:
-            return None
+            return
         if time.monotonic() > give_up_at:
-            return _Fault.LATE
+            raise TimeoutError
         if is_closed():
-            return _Fault.CLOSED
+            raise ScriptError("the job ends")
         if still_open:
             poll = select.poll()  # unlike `select`, for descriptors above 1023 too
             for descriptor in still_open:
@@ -238,7 +227,7 @@ def _reap_group(pid: int) -> None:
                 time.sleep(0.005)
 
 
-def _last_line(stderr: bytes) -> str:
+def _last_line(stderr: bytearray) -> str:
     lines = stderr.decode(errors="backslashreplace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f": {one_line(last)[:_SHOWN_CHARACTERS]}" if last else ""
