@@ -6,5 +6,5 @@ in `comm.recorder`.
 
 Modules import only what stands before them:
 
-    parts < destination < session
+    destination < session
 """

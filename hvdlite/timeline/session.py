@@ -22,8 +22,7 @@ from ..calls.operation import Kind, Operation
 from ..comm.group import Group
 from ..comm.recorder import Recorder, Recording
 from ..log import log
-from . import parts
-from .destination import destination_at, shown_path
+from .destination import destination_at, open_part, set_right, shown_path
 
 
 class NotWrittenError(OSError):
@@ -118,7 +117,7 @@ def _begin(group: Group, recorder: Recorder, path: str) -> None:
     if problem is not None:
         raise NotWrittenError(f"the timeline {path!r} cannot be written on {group.describe_rank(0)}: {problem}")
     ahead_ns = clock_ahead_ns(group, _START)
-    file = parts.open_part(destination.part_path(group.rank))
+    file = open_part(destination.part_path(group.rank))
     name = group.describe_rank(group.rank)
     recorder.begin(Recording(path, file, group.rank, name, now_ns + ahead_ns, ahead_ns, since_ns=time.monotonic_ns()))
 
@@ -131,7 +130,7 @@ def _end(group: Group, recorder: Recorder) -> None:
     recording.file.seek(0)
     data = recording.file.read()
     if gained_ns:
-        data = parts.set_right(data, gained_ns, time.monotonic_ns() - recording.zero_ns)
+        data = set_right(data, gained_ns, time.monotonic_ns() - recording.zero_ns)
     problem = None
     everyones = _gather(group, data)
     destination = destination_at(recording.path, group.size)

@@ -26,9 +26,8 @@ from hvdlite.comm import recorder
 from hvdlite.comm.group import Group
 from hvdlite.comm.recorder import GpuClock, Recorder, Recording, Row
 from hvdlite.runtime.world import current_world
-from hvdlite.timeline import parts
 from hvdlite.timeline import session as timeline
-from hvdlite.timeline.destination import FilePerRank, OneFile, shown_path
+from hvdlite.timeline.destination import FilePerRank, OneFile, events_of, open_part, set_right, shown_path
 from hvdlite.timeline.session import between, clock_ahead_ns
 
 STEPS, BUCKETS = 3, 2
@@ -262,7 +261,7 @@ def test_a_disk_that_is_full_at_a_programs_end_is_one_line_of_rank_0(tmp_path, m
         world = current_world()
         timeline.leave(world.generation.recorder, world.group, world.controller)
 
-    monkeypatch.setattr(parts, "write_trace", full)
+    monkeypatch.setattr("hvdlite.timeline.destination.write_trace", full)
     run_worlds(2, record)
     (said,) = caplog.messages
     assert "t.json' cannot be written on rank 0 (node0): [Errno 28]" in said
@@ -284,7 +283,7 @@ def test_a_disk_that_is_full_in_the_end_is_an_error_on_every_rank_and_loses_no_p
         train()
         hvd.stop_timeline()
 
-    monkeypatch.setattr(parts, "write_trace", full)
+    monkeypatch.setattr("hvdlite.timeline.destination.write_trace", full)
     outcomes = attempt_worlds(2, record)
     assert ["No space left" in str(outcome) for outcome in outcomes] == [True, True]
     assert len(spans(read_part(tmp_path / "t.json.rank.1.part"), 1, "optimizer 1", "synchronize")) == STEPS
@@ -404,13 +403,13 @@ def test_a_difference_is_zero_unless_it_cannot_be():
 
 def test_a_clock_that_drifts_is_set_right(tmp_path):
     recorder = Recorder()
-    file = parts.open_part(tmp_path / "t.json.rank.0.part")
+    file = open_part(tmp_path / "t.json.rank.0.part")
     recorder.begin(Recording("t.json", file, 0, "rank 0", zero_ns=1000, ahead_ns=0, since_ns=1500))
     recorder.note(Row(1, "row"), "early", 0, 2000)  # it began before the recording
     recorder.note(Row(1, "row"), "late", 101_000, 102_000)
     recorder.end()
     data = (tmp_path / "t.json.rank.0.part").read_bytes()
-    (tmp_path / "right").write_bytes(b"[\n" + parts.set_right(data, gained_ns=10_000, over_ns=100_000))
+    (tmp_path / "right").write_bytes(b"[\n" + set_right(data, gained_ns=10_000, over_ns=100_000))
     recorder.forget()
     assert [span["ts"] for span in spans(read_part(tmp_path / "right"), 0)] == [0.45, 90.0]
 
@@ -421,7 +420,7 @@ def test_a_clock_that_drifts_is_set_right(tmp_path):
 def test_too_many_events_are_said_once_and_not_kept(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(recorder, "MOST_EVENTS", 3)
     own = Recorder()
-    file = parts.open_part(tmp_path / "t.rank.0.part")
+    file = open_part(tmp_path / "t.rank.0.part")
     own.begin(Recording("t", file, 0, "rank 0", zero_ns=0, ahead_ns=0, since_ns=0))
     for number in range(10):
         own.note(Row(1, "row"), f"span {number}", number, number)
@@ -433,7 +432,7 @@ def test_too_many_events_are_said_once_and_not_kept(tmp_path, monkeypatch, caplo
 def test_events_are_in_the_part_before_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder, "_FLUSH_S", 0.01)
     own = Recorder()
-    file = parts.open_part(tmp_path / "t.rank.0.part")
+    file = open_part(tmp_path / "t.rank.0.part")
     own.begin(Recording("t", file, 0, "rank 0", zero_ns=0, ahead_ns=0, since_ns=0))
     own.note_waiting("first", 1, 5)
     own.note_waiting("second", 2, 6)
@@ -456,7 +455,7 @@ def test_events_are_in_the_part_before_the_end(tmp_path, monkeypatch):
 def test_a_step_brings_what_came_before_it_into_the_part_whatever_the_clock_says(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder, "_FLUSH_S", 1000)
     own = Recorder()
-    file = parts.open_part(tmp_path / "t.rank.0.part")
+    file = open_part(tmp_path / "t.rank.0.part")
     own.begin(Recording("t", file, 0, "rank 0", zero_ns=0, ahead_ns=0, since_ns=0))
     give_up_at = time.monotonic() + 60
     for step in range(3):
@@ -505,17 +504,17 @@ def test_a_disk_that_fills_up_ends_the_timeline_with_one_line_and_keeps_what_was
     (said,) = caplog.messages
     assert said.startswith("the timeline t gets no more events of this rank")
     assert "No space left on device" in said
-    kept = [json.loads(event)["name"] for event in parts.events_of(file.data) if '"ph":"X"' in event]
+    kept = [json.loads(event)["name"] for event in events_of(file.data) if '"ph":"X"' in event]
     assert kept == [f"step {step}" for step in range(len(kept))]
     assert kept
 
 
 def test_a_line_that_was_cut_short_is_left_out():
-    assert parts.events_of(b'[\n{"a": 1},\n{"b": 2},\n{"c"') == ['{"a": 1}', '{"b": 2}']
+    assert events_of(b'[\n{"a": 1},\n{"b": 2},\n{"c"') == ['{"a": 1}', '{"b": 2}']
 
 
 def test_a_part_finds_a_place_where_its_directory_is_not(tmp_path):
-    with parts.open_part(tmp_path / "nowhere" / "t") as file:
+    with open_part(tmp_path / "nowhere" / "t") as file:
         assert file.write(b"x") == 1
 
 

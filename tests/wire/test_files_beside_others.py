@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from hvdlite_wire import safe_paths
 
-from hvdlite.timeline import parts
-from hvdlite.timeline.destination import FilePerRank, OneFile
+from hvdlite.timeline.destination import FilePerRank, OneFile, open_part
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes what is another user's")
 OTHER = 54321
@@ -99,7 +98,7 @@ def test_a_timeline_is_written_through_none_of_another_users_links(tree):
     for name in ("t.json.unfinished", "t.json.rank.0.part"):
         (tree / "file").rename(tree / name)
         if name.endswith(".part"):
-            with parts.open_part(tree / "t.json.rank.0.part") as file:
+            with open_part(tree / "t.json.rank.0.part") as file:
                 file.write(b'{"of": "a rank"},\n')
             assert not (tree / name).is_symlink()
         else:
