@@ -10,14 +10,16 @@ import math
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import attempt_worlds
 
 import hvdlite as hvd
 from hvdlite.bench import training
-from hvdlite.bench.allreduce import AllReduceComparison, bus_factor, case_of
+from hvdlite.bench.allreduce import DTYPES, AllReduceComparison, _checked, bus_factor, case_of
 from hvdlite.bench.arguments import OptionError
 from hvdlite.bench.memory import Memory
 from hvdlite.bench.ranks import Job, Ranks, free_in_cgroup
@@ -63,6 +65,36 @@ def test_bandwidths_are_as_nccls_tests_define_them():
     assert rows["hvdlite any"]["times_faster_than_rival"] == pytest.approx(4)
     assert rows["hvdlite any"]["times_the_limit"] == pytest.approx(2)
     assert rows["memcpy"]["bus_Bps"] is None
+
+
+class LargestResult(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that an operation returns."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple) else (made,):
+            if isinstance(each, torch.Tensor):
+                self.nbytes = max(self.nbytes, each.nbytes)
+        return made
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_the_sum_of_ones_is_checked_without_another_tensor_of_that_size(name):
+    tensor = torch.zeros(4096, dtype=DTYPES[name])
+    with LargestResult() as largest:
+        _checked(SimpleNamespace(size=300, rank=0), "mine", tensor, lambda ones: ones.copy_(torch.tensor(300)))
+    assert largest.nbytes == tensor.nbytes
+
+
+@pytest.mark.parametrize(("dtype", "wrong"), [(torch.float32, 2), (torch.float32, math.nan), (torch.int64, 4)])
+def test_a_sum_of_ones_with_a_single_wrong_element_is_an_error(dtype, wrong):
+    def reduce(ones: torch.Tensor) -> None:
+        ones.mul_(3)[7] = wrong
+
+    with pytest.raises(hvd.HvdliteError, match="mine: the sum of ones over 3 ranks is wrong on rank 1"):
+        _checked(SimpleNamespace(size=3, rank=1), "mine", torch.zeros(9, dtype=dtype), reduce)
 
 
 def test_what_is_measured_so_far_is_reported_and_the_rest_left_out():
