@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from ..plan.hosts import Host
 from ..plan.job_spec import JobSpec
 from ..plan.slots import plan_slots
 from ..system.signals import shell_code
+from ..system.terminal_text import say
 from ..wire.messages import AgentSaid, Event, Exited, Interrupted, LoopFailed, Lost, Output, Refused, Started
 from ..workers.failure_message import Tail
 
@@ -45,19 +47,12 @@ class Question:
     patience_s: float
 
 
-def ask_hosts(
-    question: Question,
-    job: JobSpec,
-    hosts: Collection[Host],
-    *,
-    say: Callable[[str], object],
-    log: Callable[[str], object],
-) -> dict[str, Reply]:
-    """Returns every host's reply, by its label.
+def ask_hosts(question: Question, job: JobSpec, hosts: Collection[Host]) -> dict[str, Reply]:
+    """Returns every host's reply, by its label. If it takes long, a line on the terminal says so.
 
-    ``job`` has the options for reaching the hosts, and the environment of the program. ``say`` is called if it takes
-    long.
+    ``job`` has the options for reaching the hosts, and the environment of the program.
     """
+    log = say if job.verbose else lambda _: None
     events: SimpleQueue[Event] = SimpleQueue()
     # The user's working directory may not exist there, or may contain a queue.py.
     job = replace(job, command=question.command, in_python=True, cwd="/")
@@ -69,7 +64,7 @@ def ask_hosts(
             slots = plan_slots(reached)
             agents.start(slots, greeted.hellos)
             collector = ReplyCollector({slot.number: slot.host for slot in slots}, agents.output_shown, log)
-            replies |= collector.run(events, question, say)
+            replies |= collector.run(events, question, say if sys.stderr.isatty() else lambda _: None)
     return {host.label: replies[host.label] for host in hosts}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,10 +20,10 @@ from hvdlite_wire.errors import MessageError
 from ..plan.hosts import Host
 from ..plan.job_spec import JobSpec
 from ..system import machine, process_tree
-from ..system.terminal_text import one_line, say, write
+from ..system.terminal_text import one_line, write
 from . import host_facts
 from .ask_hosts import Question, Reply, ask_hosts
-from .check_table import ASCII, UNICODE, Marks, RoundTrips, show
+from .check_table import ASCII, UNICODE, RoundTrips, show
 from .diagnosis import diagnose
 from .host_facts import Facts
 
@@ -45,8 +45,11 @@ def check(job: JobSpec) -> int:
     notes = ["round trips between hosts: not measured, because fewer than two hosts have torch and hvdlite"]
     judged = diagnose(facts, job.cwd)
     rows = {host: of if isinstance(of, str) else judged[host] for host, of in found.items()}
-    text, is_well = show(rows, trips, _marks(), notes if trips is None and len(hosts) > 1 else ())
-    _print(text)
+    encoding = sys.stdout.encoding
+    marks = UNICODE if UNICODE.fit(encoding) else ASCII
+    text, is_well = show(rows, trips, marks, notes if trips is None and len(hosts) > 1 else ())
+    # Messages of ssh and torch may contain any characters.
+    write(text.encode(encoding, errors="backslashreplace").decode(encoding))
     return 0 if is_well else 1
 
 
@@ -54,8 +57,7 @@ def _ask(job: JobSpec, hosts: Collection[Host]) -> dict[str, Facts | str]:
     """Returns each host's facts, or the reason why there are none."""
     program, counts = map(inspect.getsource, (host_facts, machine))
     question = Question("importing torch", ("-c", program, job.cwd, counts), patience_s=job.start_timeout_s)
-    replies = ask_hosts(question, job, hosts, say=_say_on_terminal, log=_log(job))
-    return {label: _facts_in(reply) for label, reply in replies.items()}
+    return {label: _facts_in(reply) for label, reply in ask_hosts(question, job, hosts).items()}
 
 
 def facts_from(line: str) -> Facts | None:
@@ -96,8 +98,7 @@ def _measure(job: JobSpec, hosts: Collection[Host]) -> RoundTrips:
         ("-m", "hvdlite.round_trips", f"{job.start_timeout_s:g}"),
         patience_s=job.start_timeout_s + rounds * _CONNECT_S + _SLACK_S,
     )
-    replies = ask_hosts(question, job, hosts, say=_say_on_terminal, log=_log(job))
-    return round_trips_in(replies)
+    return round_trips_in(ask_hosts(question, job, hosts))
 
 
 def round_trips_in(replies: Mapping[str, Reply]) -> RoundTrips:
@@ -147,22 +148,3 @@ def _result(word: dict[str, Any]) -> float | str | BlockedPeer:
     if "us" in word:
         return float(word["us"])
     return BlockedPeer(one_line(str(word["blocked"]))) if "blocked" in word else one_line(str(word["error"]))
-
-
-def _marks() -> Marks:
-    return UNICODE if UNICODE.fit(sys.stdout.encoding) else ASCII
-
-
-def _print(text: str) -> None:
-    # Messages of ssh and torch may contain any characters.
-    written = text.encode(sys.stdout.encoding, errors="backslashreplace").decode(sys.stdout.encoding)
-    write(written)
-
-
-def _log(job: JobSpec) -> Callable[[str], object]:
-    return say if job.verbose else lambda _: None
-
-
-def _say_on_terminal(text: str) -> None:
-    if sys.stderr.isatty():
-        say(text)
