@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import NoReturn, TextIO
 
@@ -20,7 +19,7 @@ import torch
 
 from ..errors import says_peer_lost
 from ..rendezvous.launchers import read_placement
-from ..runtime.make_world import World
+from ..runtime.make_world import World, own_version
 from ..runtime.world import current_world, init
 from .arguments import OptionError
 from .command_line import PROGRAM, BenchRequest, parse
@@ -114,7 +113,7 @@ def _report(request: BenchRequest, ranks: Ranks, complete: bool) -> int:
         "command": name,
         "options": {name: str(value) for name, value in request.given.items() if value is not None},
         "complete": complete,
-        "hvdlite": _version(),
+        "hvdlite": own_version(),
         "torch": torch.__version__,
         "ranks": ranks.size,
         "hosts": sorted(set(ranks.group.hosts)),
@@ -133,13 +132,6 @@ def _report(request: BenchRequest, ranks: Ranks, complete: bool) -> int:
         _write(f"{PROGRAM} {name}: {error}", sys.stderr)
         code = 1
     return code
-
-
-def _version() -> str:
-    try:
-        return version("hvdlite")
-    except PackageNotFoundError:
-        return "of a source tree"
 
 
 def _write(text: str, stream: TextIO | None, end: str = "\n") -> None:

@@ -92,7 +92,8 @@ class AllReduceComparison(Comparison):
                 if case.skipped is not None:
                     ranks.progress(what, self.rounds)
                     continue
-                blocks = {name: block_of(ranks, action) for name, action in _actions(ranks, group, case).items()}
+                actions = {**_own_all_reduces(ranks, group, case), **_rivals(ranks, case)}
+                blocks = {name: block_of(ranks, action) for name, action in actions.items()}
                 case.samples = {name: [] for name in blocks}
                 ranks.take_turns(what, blocks, self.rounds, case.samples)
 
@@ -129,15 +130,10 @@ def case_of(nbytes: int, dtype: str) -> Case:
     return Case(f"{show_size(nbytes)} {dtype}", {"bytes": nbytes, "dtype": dtype})
 
 
-def _actions(ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], object]]:
-    """Returns the actions that take turns, by name. Every rank must call it."""
-    return {**_own_all_reduces(ranks, group, case), **_rivals(ranks, case)}
-
-
 def _own_all_reduces(ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], object]]:
-    """Returns hvdlite's all-reduces of a case: of an ordinary tensor, and of one in shared memory if there is any.
+    """Returns hvdlite's all-reduces by name: of an ordinary tensor, of one in shared memory, and `hvd.allreduce`.
 
-    And `hvd.allreduce`, as a program calls it.
+    Every rank must call it.
     """
     dtype = DTYPES[case.about["dtype"]]
     numel = case.about["bytes"] // dtype.itemsize
@@ -155,7 +151,7 @@ def _own_all_reduces(ranks: Ranks, group: Group, case: Case) -> dict[str, Callab
 
 
 def _rivals(ranks: Ranks, case: Case) -> dict[str, Callable[[], object]]:
-    """Returns the all-reduce of torch's own backend, and copies of the same bytes, by name."""
+    """Returns the all-reduce of torch's own backend, and copies of the same bytes, by name. Every rank must call it."""
     dtype, device, rival = DTYPES[case.about["dtype"]], ranks.device, ranks.rival_name
     tensor, target = (torch.zeros(case.about["bytes"] // dtype.itemsize, dtype=dtype, device=device) for _ in range(2))
     actions = {rival: _checked(ranks, rival, tensor, partial(dist.all_reduce, group=ranks.rival()))}

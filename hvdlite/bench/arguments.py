@@ -65,12 +65,9 @@ class OptionError(argparse.ArgumentTypeError):
     """The command line asks for something impossible. Reported in one line before any measurement, with exit code 2."""
 
 
-def flag(metavar: str, read: Callable[[str], Any], what: str, name: str | None = None) -> dict[str, Any]:
-    """Returns the metadata of a field that is a flag. ``read`` turns its text into a value, or raises OptionError.
-
-    ``name`` is that of the flag, where it is not the field's.
-    """
-    return {"metavar": metavar, "type": read, "help": what} | ({} if name is None else {"name": name})
+def flag(metavar: str, read: Callable[[str], Any], what: str) -> dict[str, Any]:
+    """Returns the metadata of a field that is a flag. ``read`` turns its text into a value, or raises OptionError."""
+    return {"metavar": metavar, "type": read, "help": what}
 
 
 def count_flag(what: str) -> dict[str, Any]:

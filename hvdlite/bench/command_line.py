@@ -119,9 +119,7 @@ def parse(words: Sequence[str] | None, *, is_first: bool) -> BenchRequest:
     for name, kind in _COMMANDS.items():
         command = parsers.add_parser(name, help=kind.help, description=kind.help, allow_abbrev=False)
         for each in (*_flags_of(kind), *_flags_of(CommonFlags)):
-            metadata = dict(each.metadata)
-            option = metadata.pop("name", f"--{each.name}")
-            command.add_argument(option, dest=each.name, default=each.default, **metadata)
+            command.add_argument(f"--{each.name}", default=each.default, **each.metadata)
     with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
         given = vars(parser.parse_args(words))
 

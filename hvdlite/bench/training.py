@@ -167,10 +167,6 @@ def workload_of(model: str | None) -> Workload:
     return workload
 
 
-def _nothing() -> None:
-    return
-
-
 @dataclass(frozen=True)
 class Training:
     """A model and its optimizer. ``average`` averages gradients after backward, if model and optimizer do not.
@@ -180,8 +176,8 @@ class Training:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    average: Callable[[], None] = _nothing
-    close: Callable[[], None] = _nothing
+    average: Callable[[], None] = lambda: None
+    close: Callable[[], None] = lambda: None
     averaged: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def step(self, batch: Batch) -> None:

@@ -114,12 +114,8 @@ class RayExecutor:
         elastic_timeout: int = 600,
         override_discovery: bool = True,
     ) -> None:
-        elastic = {
-            "min_workers": min_workers,
-            "max_workers": max_workers,
-            "reset_limit": reset_limit,
-            "cooldown_range": cooldown_range,
-        }
+        elastic: dict[str, object] = {"min_workers": min_workers, "max_workers": max_workers}
+        elastic |= {"reset_limit": reset_limit, "cooldown_range": cooldown_range}
         for name, given in elastic.items():
             if given is not None:
                 raise ValueError(
@@ -206,7 +202,8 @@ class RayExecutor:
     def _start_workers(self, extra_env_vars: Mapping[str, str] | None) -> None:
         environment = {"runtime_env": {"env_vars": dict(extra_env_vars)}} if extra_env_vars else {}
         options = {"num_cpus": self._per_worker["CPU"], "num_gpus": self._per_worker.get("GPU", 0), **environment}
-        actor, given = _ray.remote(_RankActor), self._given_group()
+        actor = _ray.remote(_RankActor)
+        given = _placement_groups.get_current_placement_group() if self._use_current_group else None
         group = given or self._make_group()
         for number in range(self.num_workers):
             bundle = -1 if given else number // self._per_bundle
@@ -227,9 +224,6 @@ class RayExecutor:
         places = places_of([facts[number] for number in order], secrets.token_hex(16))
         pairs = zip(self._workers, places, strict=True)
         _ray.get([worker.take.remote(place, self._store) for worker, place in pairs])
-
-    def _given_group(self) -> Any:
-        return _placement_groups.get_current_placement_group() if self._use_current_group else None
 
     def _make_group(self) -> Any:
         bundle: dict[str, float] = {name: count * self._per_bundle for name, count in self._per_worker.items() if count}
@@ -281,13 +275,10 @@ class RayExecutor:
     def shutdown(self) -> None:
         """Ends the ranks, and removes the placement group if `start` made it. Then `start` may be called again."""
         workers, self._workers = self._workers, []
-        with suppress(_errors.RayError):
-            # Ranks in the middle of a function do not answer; they are killed as they are.
-            _ray.wait(
-                [worker.leave.remote() for worker in workers] or [_ray.put(None)],
-                num_returns=max(1, len(workers)),
-                timeout=_LEAVING_S,
-            )
+        if workers:
+            with suppress(_errors.RayError):
+                # Ranks in the middle of a function do not answer; they are killed as they are.
+                _ray.wait([worker.leave.remote() for worker in workers], num_returns=len(workers), timeout=_LEAVING_S)
         for worker in workers:
             _ray.kill(worker)
         if self._store is not None:

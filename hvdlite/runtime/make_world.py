@@ -123,7 +123,7 @@ def exchange_infos(
     except LaunchEnvironmentError:
         refuse(store, placement.rank)
         raise
-    own = RankInfo.of(placement, os.getpid(), _own_version(), settings)
+    own = RankInfo.of(placement, os.getpid(), own_version(), settings)
     infos, signer = exchange_rank_info(store, own, Signer(secret), call.timeout.limit)
     if placement.size > 1 and len({info.placement.node for info in infos}) == 1:
         # One host: let gloo listen on loopback, which no other host can reach, unless the user has chosen an interface.
@@ -265,7 +265,8 @@ def _own_gpu(group: Group, topology: Topology) -> torch.device | None:
 
 
 @cache  # reading it takes a millisecond or more, and a worker of an elastic job may enter any number of worlds
-def _own_version() -> str:
+def own_version() -> str:
+    """Returns the version of hvdlite that is installed."""
     try:
         return version("hvdlite")
     except PackageNotFoundError:
