@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from ..version import VERSION
 from .host_facts import SOURCE_TREE, Facts
@@ -48,21 +49,18 @@ class Usual:
         return f"{what} is {value}, but {self.value} on {self.host}"
 
 
-Judge = Callable[[Facts], Cell]
-
-
 def diagnose(facts: Mapping[str, Facts], cwd: str) -> dict[str, dict[str, Cell]]:
     """Returns each host's cells by the columns' titles, all by the hosts' labels. ``cwd`` is the job's directory."""
 
     def usual(value: Callable[[Facts], str | None]) -> Usual:
         return Usual.of({host: value(of_host) for host, of_host in facts.items()})
 
-    judges: dict[str, Judge] = {
-        "Python": _python(usual(lambda of: _minor(of.python))),
-        "torch": _torch(usual(lambda of: _minor(of.torch))),
-        "CUDA": _cuda(usual(lambda of: _major(of.cuda))),
-        "NCCL": _nccl(usual(lambda of: of.nccl if of.gpus else None)),
-        "GPUs": _gpus(Usual.of({host: "GPUs" if of.gpus else "none" for host, of in facts.items()})),
+    judges: dict[str, Callable[[Facts], Cell]] = {
+        "Python": partial(_python, usual(lambda of: _minor(of.python))),
+        "torch": partial(_torch, usual(lambda of: _minor(of.torch))),
+        "CUDA": partial(_cuda, usual(lambda of: _major(of.cuda))),
+        "NCCL": partial(_nccl, usual(lambda of: of.nccl if of.gpus else None)),
+        "GPUs": partial(_gpus, usual(lambda of: "GPUs" if of.gpus else "none")),
         "hvdlite": _hvdlite,
         "cores": lambda of: Cell(str(of.cores)),
         "network": _network,
@@ -74,67 +72,52 @@ def diagnose(facts: Mapping[str, Facts], cwd: str) -> dict[str, dict[str, Cell]]
     return {host: {title: look(of_host) for title, look in judges.items()} for host, of_host in facts.items()}
 
 
-def _python(usual: Usual) -> Judge:
-    def look(of: Facts) -> Cell:
-        differs = usual.differs("Python", _minor(of.python))
-        risk = "one may not read what the other pickles; choose the same with --remote-python PATH"
-        return Cell(of.python, _both(differs, risk))
-
-    return look
+def _python(usual: Usual, of: Facts) -> Cell:
+    differs = usual.differs("Python", _minor(of.python))
+    risk = "one may not read what the other pickles; choose the same with --remote-python PATH"
+    return Cell(of.python, _both(differs, risk))
 
 
-def _torch(usual: Usual) -> Judge:
-    def look(of: Facts) -> Cell:
-        if of.torch is None:
-            where = f"pip install torch for {of.executable}, or choose a Python that has it with --remote-python PATH"
-            return Cell("", f"torch cannot be imported ({of.torch_error}): {where}")
-        if not TORCH_FROM <= _numbers(of.torch) < TORCH_BELOW:
-            wanted = f"{_dotted(TORCH_FROM)} or later, below {_dotted(TORCH_BELOW)}"
-            return Cell(of.torch, f"torch {of.torch} is not supported: install {wanted}")
-        if not of.gloo:
-            return Cell(of.torch, "this build of torch has no gloo, which CPU tensors need: pip install torch")
-        differs = usual.differs("torch", _minor(of.torch))
-        return Cell(of.torch, _both(differs, "different versions may be incompatible; install the same version"))
-
-    return look
+def _torch(usual: Usual, of: Facts) -> Cell:
+    if of.torch is None:
+        where = f"pip install torch for {of.executable}, or choose a Python that has it with --remote-python PATH"
+        return Cell("", f"torch cannot be imported ({of.torch_error}): {where}")
+    if not TORCH_FROM <= _numbers(of.torch) < TORCH_BELOW:
+        wanted = f"{_dotted(TORCH_FROM)} or later, below {_dotted(TORCH_BELOW)}"
+        return Cell(of.torch, f"torch {of.torch} is not supported: install {wanted}")
+    if not of.gloo:
+        return Cell(of.torch, "this build of torch has no gloo, which CPU tensors need: pip install torch")
+    differs = usual.differs("torch", _minor(of.torch))
+    return Cell(of.torch, _both(differs, "different versions may be incompatible; install the same version"))
 
 
-def _cuda(usual: Usual) -> Judge:
-    def look(of: Facts) -> Cell:
-        text = (of.cuda or "") + (f" (driver {of.driver})" if of.cuda and of.driver else "")
-        differs = usual.differs("CUDA of torch", _major(of.cuda))
-        return Cell(text, _both(differs, "install the same build of torch on all hosts"))
-
-    return look
+def _cuda(usual: Usual, of: Facts) -> Cell:
+    text = (of.cuda or "") + (f" (driver {of.driver})" if of.cuda and of.driver else "")
+    differs = usual.differs("CUDA of torch", _major(of.cuda))
+    return Cell(text, _both(differs, "install the same build of torch on all hosts"))
 
 
-def _nccl(usual: Usual) -> Judge:
-    def look(of: Facts) -> Cell:
-        if of.gpus and of.nccl is None:
-            return Cell("", "this build of torch has no NCCL, which GPU tensors need: pip install torch")
-        differs = usual.differs("NCCL", of.nccl) if of.gpus else ""
-        so = "different versions of NCCL cannot communicate; install the same build of torch on all hosts"
-        return Cell(of.nccl or "", _both(differs, so))
-
-    return look
+def _nccl(usual: Usual, of: Facts) -> Cell:
+    if of.gpus and of.nccl is None:
+        return Cell("", "this build of torch has no NCCL, which GPU tensors need: pip install torch")
+    differs = usual.differs("NCCL", of.nccl) if of.gpus else ""
+    so = "different versions of NCCL cannot communicate; install the same build of torch on all hosts"
+    return Cell(of.nccl or "", _both(differs, so))
 
 
-def _gpus(usual: Usual) -> Judge:
-    def look(of: Facts) -> Cell:
-        so = "all hosts must train on GPUs, or none; -x CUDA_VISIBLE_DEVICES= hides GPUs"
-        if of.gpus:
-            text = ", ".join(f"{count} {name}" for name, count in Counter(of.gpus).items())
-            return Cell(text, _both(f"it has GPUs, but {usual.host} has none" if usual.value == "none" else "", so))
-        if of.torch is None:
-            return Cell()
-        if of.devices:
-            why = of.cuda_error or "check the driver with nvidia-smi"
-            if of.cuda is None:
-                why = "it is built without CUDA; install a build with CUDA"
-            return Cell("", f"torch cannot use its {_gpus_of(of.devices)}: {why}")
-        return Cell("", _both(f"it has no GPU, but {usual.host} has GPUs" if usual.value == "GPUs" else "", so))
-
-    return look
+def _gpus(usual: Usual, of: Facts) -> Cell:
+    so = "all hosts must train on GPUs, or none; -x CUDA_VISIBLE_DEVICES= hides GPUs"
+    if of.gpus:
+        text = ", ".join(f"{count} {name}" for name, count in Counter(of.gpus).items())
+        return Cell(text, _both(f"it has GPUs, but {usual.host} has none" if usual.value == "none" else "", so))
+    if of.torch is None:
+        return Cell()
+    if of.devices:
+        why = of.cuda_error or "check the driver with nvidia-smi"
+        if of.cuda is None:
+            why = "it is built without CUDA; install a build with CUDA"
+        return Cell("", f"torch cannot use its {'GPU' if of.devices == 1 else f'{of.devices} GPUs'}: {why}")
+    return Cell("", _both(f"it has no GPU, but {usual.host} has GPUs" if usual.value == "GPUs" else "", so))
 
 
 def _hvdlite(of: Facts) -> Cell:
@@ -162,10 +145,6 @@ def _directory(of: Facts, cwd: str) -> Cell:
 
 def _both(differs: str, so: str) -> str:
     return f"{differs}: {so}" if differs else ""
-
-
-def _gpus_of(count: int) -> str:
-    return "GPU" if count == 1 else f"{count} GPUs"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

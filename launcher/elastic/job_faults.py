@@ -124,8 +124,6 @@ class JobFaults(Observer):
             case Lost():
                 there = self._ending.running.intersection(self._roster.on_host(event.host))
                 self._ends(there, f"lost with {event.host}")
-            case _:
-                pass
 
     def _ends(self, workers: Collection[int], how: str) -> None:
         for worker in workers:

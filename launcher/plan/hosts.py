@@ -109,15 +109,11 @@ def each_once(named: Iterable[Host]) -> tuple[Host, ...]:
 def read_hostfile(path: str) -> tuple[Host, ...]:
     """Returns the hosts of a file; raises a `UsageError` that names it."""
     try:
-        return parse_hostfile(_read(path))
+        data = read_user_file(path, max_bytes=_MOST_FILE_BYTES, what="a hostfile")
+        # Text that is not UTF-8 cannot be a host either: the message about it names its line.
+        return parse_hostfile(data.decode("utf-8-sig", errors="backslashreplace"))
     except UsageError as error:
         raise UsageError(f"{name_file('--hostfile', path)}{error}") from None
-
-
-def _read(path: str) -> str:
-    data = read_user_file(path, max_bytes=_MOST_FILE_BYTES, what="a hostfile")
-    # Text that is not UTF-8 cannot be a host either: the message about it names its line.
-    return data.decode("utf-8-sig", errors="backslashreplace")
 
 
 def parse_hostfile(text: str) -> tuple[Host, ...]:

@@ -37,7 +37,6 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from hvdlite_wire.job_contract import (
@@ -69,21 +68,19 @@ _OWN = {
     WORKER: "worker",
     HOST: "host",
 }
-_PLACE: Mapping[str, str] = MappingProxyType(
-    {
-        **_OWN,
-        # As set by horovodrun
-        **{HOROVODS[name]: what for name, what in _OWN.items() if name in HOROVODS},
-        # As set by torchrun
-        "RANK": "rank",
-        "WORLD_SIZE": "size",
-        "LOCAL_RANK": "local rank",
-        "LOCAL_WORLD_SIZE": "local size",
-        "GROUP_RANK": "node",
-        "MASTER_ADDR": "master address",
-        "MASTER_PORT": "master port",
-    }
-)
+_PLACE: Mapping[str, str] = {
+    **_OWN,
+    # As set by horovodrun
+    **{HOROVODS[name]: what for name, what in _OWN.items() if name in HOROVODS},
+    # As set by torchrun
+    "RANK": "rank",
+    "WORLD_SIZE": "size",
+    "LOCAL_RANK": "local rank",
+    "LOCAL_WORLD_SIZE": "local size",
+    "GROUP_RANK": "node",
+    "MASTER_ADDR": "master address",
+    "MASTER_PORT": "master port",
+}
 """The variables of a worker's rank and host, and the name of the value of each in `slot_environment`."""
 
 _ELASTIC = (ELASTIC, HOROVODS[ELASTIC])
