@@ -341,7 +341,7 @@ class ElasticJob:
         absent = sorted(self._ending.running.difference(self._assignments.those_who_asked))
         if not absent or not self._decides():
             return
-        hosts = ", ".join(dict.fromkeys(self._roster[number].host for number in absent))
+        hosts = ", ".join(self._roster.hosts_of(absent))
         self._end(
             JobOutcome(
                 1,

@@ -108,8 +108,8 @@ def launch(job: JobSpec, store: Store | None = None) -> JobOutcome:
         def about() -> dict[str, object]:
             # A snapshot in one step, since the supervisor's thread changes the set meanwhile.
             workers = sorted(ending.running.copy())
-            hosts = dict.fromkeys(ending.roster[worker].host for worker in workers)
-            return {"started_at": started_at, "workers": len(workers), "hosts": list(hosts), "command": job.command}
+            hosts = ending.roster.hosts_of(workers)
+            return {"started_at": started_at, "workers": len(workers), "hosts": hosts, "command": job.command}
 
         to_close.enter_context(Console(events.put, about))
         reports = Reports(ending, agents.ask_status, directory=job.report_dir, ended=running.ended_ranks)

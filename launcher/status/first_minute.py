@@ -94,8 +94,8 @@ class FirstMinute(Observer):
         if not workers:
             waiting = [host for host, has_answered in self._hosts.items() if not has_answered]
             return f"connecting to {_list(waiting)}" if waiting else "waiting for hosts"
-        hosts = dict.fromkeys(self._roster[worker].host for worker in workers)
-        on = f"on {len(hosts)} hosts" if len(hosts) > 1 else f"on {next(iter(hosts))}"
+        hosts = self._roster.hosts_of(workers)
+        on = f"on {len(hosts)} hosts" if len(hosts) > 1 else f"on {hosts[0]}"
         count = "1 worker" if len(workers) == 1 else f"{len(workers)} workers"
         if not workers <= self._started:
             return f"starting {count} {on}"
@@ -111,8 +111,7 @@ class FirstMinute(Observer):
         ranks = {number: self._roster[number].rank for number in workers}
         known = [rank for rank in ranks.values() if rank is not None]
         name = name_ranks(known) if len(known) == len(ranks) else name_workers(workers)
-        hosts = dict.fromkeys(self._roster[number].host for number in workers)
-        return f"waiting for {name} on {_list(list(hosts))}"
+        return f"waiting for {name} on {_list(self._roster.hosts_of(workers))}"
 
 
 def _list(names: list[str]) -> str:

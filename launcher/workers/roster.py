@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..wire.messages import Exited, Output, Stream
@@ -50,6 +50,11 @@ class Roster:
     def on_host(self, host: str) -> list[int]:
         """Returns the numbers of the workers on a host."""
         return [number for number, record in self._records.items() if record.host == host]
+
+    def hosts_of(self, numbers: Iterable[int]) -> list[str]:
+        """Returns the hosts of these workers, each once. Any thread may ask, also of workers that have just ended."""
+        records = (self._records.get(number) for number in numbers)
+        return list(dict.fromkeys(record.host for record in records if record is not None))
 
     def name(self, numbers: Collection[int]) -> str:
         """Returns the ranks of these workers, as in ``ranks 0, 2``; those without a rank by number."""
