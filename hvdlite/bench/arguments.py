@@ -53,7 +53,6 @@ def show_ratio(ratio: float | None) -> str:
 
 
 def show_count(count: int, noun: str) -> str:
-    """Returns a count with its noun, such as 1 rank or 4 ranks."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

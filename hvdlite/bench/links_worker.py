@@ -90,7 +90,6 @@ TECHNIQUES = {
 
 
 def is_ddp(name: str) -> bool:
-    """Whether this is the name of a technique of DDP."""
     return name.startswith(DDP)
 
 

@@ -81,7 +81,6 @@ class Hosts:
 
     @property
     def names(self) -> list[str]:
-        """The hosts' names."""
         return [f"host{number}" for number in range(self.count)]
 
     @property
@@ -168,7 +167,6 @@ def _address(number: int) -> str:
 
 
 def _within(member: int, *command: str) -> None:
-    """Runs a command in a namespace."""
     subprocess.run(
         ["nsenter", f"--target={member}", "--net", *command],
         env={"PATH": _PATH},

@@ -89,7 +89,6 @@ class Ranks:
 
     @property
     def job(self) -> Job:
-        """The size of the job, and the transport of its tensors."""
         hosts = len(set(self.group.hosts))
         wire = "NCCL" if self.device.type == "cuda" else "gloo"
         if self.shares_memory(self.group):

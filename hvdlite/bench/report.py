@@ -49,7 +49,6 @@ class LinesPanel:
     lines: Sequence[PanelLine]
 
     def draw(self, axes: Any) -> None:
-        """Draws the lines with a legend."""
         for line in self.lines:
             xs, ys = zip(*line.points, strict=True)
             color = OWN if line.is_own else OTHER
@@ -82,7 +81,6 @@ class Bars:
     base: float = 0.0
 
     def draw(self, axes: Any) -> None:
-        """Draws the bars, the first one at the top."""
         names = [row["variant"] for row in self.rows]
         lengths, below, above = [], [], []
         for row in self.rows:
@@ -126,7 +124,6 @@ def draw(chart: Chart, path: Path) -> None:
 
 
 def figure_of(chart: Chart) -> Any:
-    """Returns the chart as a matplotlib Figure."""
     columns = min(2, len(chart.panels)) or 1
     rows = -(-len(chart.panels) // columns) or 1
     width, height = columns * _PANEL_INCHES[0], rows * _PANEL_INCHES[1] + 1

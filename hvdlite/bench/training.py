@@ -134,7 +134,6 @@ class Workload:
 
 
 def bytes_of(model: nn.Module) -> int:
-    """Returns the bytes of a model's parameters."""
     return sum(param.nbytes for param in model.parameters())
 
 
@@ -181,7 +180,6 @@ class Training:
     averaged: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def step(self, batch: Batch) -> None:
-        """Takes a training step."""
         inputs, targets = batch
         self.optimizer.zero_grad()
         loss = functional.cross_entropy(self.model(inputs), targets)

@@ -43,8 +43,6 @@ class ExecutorSettings:
 
 
 class _RankActor:
-    """The actor that is one rank."""
-
     def __init__(self, prepare: Callable[[], object] | None) -> None:
         self._name = "hvdlite"
         self._executable: Any = None

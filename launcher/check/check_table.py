@@ -10,15 +10,12 @@ from .diagnosis import Cell
 
 @dataclass(frozen=True)
 class Marks:
-    """The symbols in the tables."""
-
     good: str
     bad: str
     none: str
     micro: str
 
     def fit(self, encoding: str) -> bool:
-        """Whether this encoding has all of the symbols."""
         try:
             f"{self.good}{self.bad}{self.none}{self.micro}".encode(encoding)
         except (UnicodeEncodeError, LookupError):

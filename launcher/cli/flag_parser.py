@@ -109,7 +109,6 @@ _OF_TORCHRUN = frozenset(
         *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
     }
 )
-_OTHER_KEYS = {"environment": "x"}
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 # A flag's value where it is no word of a command line, all as text; None is a missing value.
 Value = str | list[str | None] | Mapping[str, str | None] | None
@@ -212,7 +211,7 @@ class Parser(argparse.ArgumentParser):
         for flag in self.flags:
             names = [name.lstrip("-") for name in flag.option_strings]
             flags.update({name: flag for name in names if len(name) > 1 or len(names) == 1})
-        return flags | {other: flags[key] for other, key in _OTHER_KEYS.items()}
+        return flags | {"environment": flags["x"]}
 
     def words_for(self, flag: argparse.Action, value: Value) -> list[str]:
         """Returns the words that set ``flag`` to ``value``; a `UsageError` does not name the flag."""
@@ -280,15 +279,11 @@ def closest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else "see hvdlite-run --help"
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _ssh_words(text: str) -> tuple[str, ...]:
     try:
-        return tuple(shlex.split(text))
+        words = tuple(shlex.split(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be split into words: {str(error).lower()}") from None
-
-
-def _ssh_words(text: str) -> tuple[str, ...]:
-    words = _words(text)
     if broken := sorted({"-f", "-n", "-N", "-W", "-V", "-G", "-O", "-Q"}.intersection(words)):
         raise argparse.ArgumentTypeError(
             f"ssh {broken[0]} does not start a command with its stdin and stdout, as hvdlite-run needs: leave it out"

@@ -32,7 +32,6 @@ def count(text: str) -> int:
 
 
 def ranks(text: str) -> frozenset[int]:
-    """Parses ranks that are separated by commas."""
     words = text.split(",")
     if not all(map(_is_whole, words)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks, such as 0 or 0,1")

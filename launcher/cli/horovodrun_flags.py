@@ -60,7 +60,6 @@ These are accepted, but have no effect:
 # Converts what a user wrote into the flag's value; the first argument is the flag's name as in Horovod's messages.
 Read = Callable[[str, str], str]
 
-_MEBIBYTE = 1 << 20
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 
@@ -109,7 +108,7 @@ def _share(name: str, text: str) -> str:
 
 
 def _bytes_of_mebibytes(name: str, text: str) -> str:
-    return str(int(float(_number(name, text)) * _MEBIBYTE))
+    return str(int(float(_number(name, text)) * (1 << 20)))
 
 
 def _level(_: str, text: str) -> str:

@@ -179,7 +179,7 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:
         cwd=_working_directory(),
         environment=chosen_environment(os.environ, exports, inherit=not options.no_env),
         grace_s=options.grace,
-        start_timeout_s=_start_timeout_s(options),
+        start_timeout_s=options.start_timeout or _seconds_set("START_TIMEOUT") or _START_TIMEOUT_S,
         ssh=Ssh(
             port=options.ssh_port,
             identity_file=identity_file,
@@ -206,7 +206,6 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:
-    """Returns the variables that flags set for the workers."""
     # Rank 0 writes how the ranks are connected, which the launcher does not know.
     own = {"HVDLITE_VERBOSE": "1"} if options.verbose else {}
     if options.survive:
@@ -214,13 +213,6 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
     if options.independent:
         own["HVDLITE_INDEPENDENT"] = "1"
     return {**own, **horovodrun_flags.variables(options)}
-
-
-def _start_timeout_s(options: argparse.Namespace) -> float:
-    """Returns the value of the flag, else of the environment variable."""
-    if options.start_timeout is not None:
-        return float(options.start_timeout)
-    return _seconds_set("START_TIMEOUT") or _START_TIMEOUT_S
 
 
 def _seconds_set(variable: str) -> float | None:

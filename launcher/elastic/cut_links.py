@@ -55,11 +55,9 @@ class CutLinks:
         self._said: dict[int, Alive] = {}
 
     def answered(self, alive: Alive) -> None:
-        """Takes a worker's answer."""
         self._said[alive.worker] = alive
 
     def forget(self, worker: int) -> None:
-        """Forgets a worker that has ended."""
         self._said.pop(worker, None)
 
     def forget_all(self) -> None:

@@ -155,7 +155,6 @@ class ElasticHosts:
         return min([*late, *(at_s for at_s in again if math.isfinite(at_s))], default=None)
 
     def start(self, label: str, worker: int, variables: Mapping[str, str]) -> None:
-        """Starts a worker on a connected host."""
         hellos = {known: host.hello for known, host in self._connected.items()}
         self._connections.start_worker(label, worker, variables, hellos)
 

@@ -30,8 +30,6 @@ _LEAST_LIMIT_S = 2 * _REPORT_BEFORE_S
 
 @dataclass
 class _LastQuestion:
-    """The last question to one worker."""
-
     number: int
     at_s: float
     is_answered: bool = False
@@ -69,7 +67,6 @@ class Hangs:
             self._ask(worker, 0)
 
     def forget(self, worker: int) -> None:
-        """Asks a worker no more, since it has ended."""
         asked = self._asked.pop(worker, None)
         if asked is not None and not asked.is_answered:
             self._store.delete(asked.key(worker))

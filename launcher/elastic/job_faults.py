@@ -133,7 +133,6 @@ class JobFaults(Observer):
     # -- asked by workers
 
     def _answer(self, asked: FaultAsked) -> None:
-        """Answers a worker that asks for its fault."""
         given = self.given.get(asked.worker, ())
         if asked.worker not in self._roster or asked.index >= len(given):
             return
@@ -224,7 +223,6 @@ class JobFaults(Observer):
         return max(0.0, max(due_at, self._retry_at or due_at) - self._ending.clock())
 
     def time_passes(self) -> None:
-        """Causes the next fault by the clock."""
         assert self._spec.seeded is not None, "there is one"
         drawn = self._spec.seeded.by_clock(self._clock_number)
         members = sorted(each.worker for each in self._members())

@@ -40,7 +40,6 @@ class RankAssignments:
         return self._asked.keys()
 
     def give(self, worker: int, answer: RankAssignment | Dismissal) -> None:
-        """Answers a worker that has asked."""
         key = self._given[worker] = assignment_key(worker, self._asked[worker])
         self._store.put(key, ANSWERS.encode(answer))
 
@@ -52,7 +51,6 @@ class RankAssignments:
         return can
 
     def forget(self, worker: int) -> None:
-        """Deletes everything about a worker that has ended."""
         if worker in self._stand_by:
             self._stand_by.discard(worker)
             self._store.delete(standby_key(worker))

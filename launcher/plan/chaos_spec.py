@@ -53,7 +53,6 @@ class ChaosFault:
 
     @property
     def of_worker(self) -> WorkerFault:
-        """What the worker itself is told of it."""
         return WorkerFault(self.kind, self.point, self.step)
 
 

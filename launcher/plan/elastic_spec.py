@@ -47,7 +47,6 @@ class Policy:
 
     @property
     def first_np(self) -> int:
-        """How many workers the first generation needs."""
         return self.min_np if self.start_np is None else self.start_np
 
 

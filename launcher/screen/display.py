@@ -121,7 +121,6 @@ class Display:
         self.write(whose[1], text, lines)
 
     def finish(self, whose: Whose, lines: Lines) -> None:
-        """Completes a worker's unfinished line."""
         self._unfinished.pop(whose, None)
         self.write(whose[1], lines.finish(), lines)
 
@@ -178,7 +177,6 @@ class Display:
         self._view, self._status = None, ()
 
     def erase(self) -> None:
-        """Erases what is drawn below the lines."""
         for footer in self._footers.values():
             footer.erase()
 

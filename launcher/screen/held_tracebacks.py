@@ -209,7 +209,6 @@ class TracebacksInView:
         self._shown.append((traceback, self._rows))
 
     def pass_lines(self, text: bytes, columns: int) -> None:
-        """Counts the rows of lines that are written."""
         self._rows += sum(1 + len(line) // max(columns, 1) for line in text.splitlines())
 
     def without_quote(self, message: str, rows: int) -> str:

@@ -86,7 +86,6 @@ class Screen:
         return self._display.in_place["stderr"]
 
     def show(self, output: Output) -> None:
-        """Shows output of a worker."""
         self._todo.put(partial(self._show, output))
 
     def begin(self, worker: int) -> None:

@@ -168,9 +168,9 @@ def the_one_job(flag: str) -> str:
     raise UsageError(f"{flag}: none of your jobs runs here{there and f'. {there}'}")
 
 
-def ask_for_view(job: str, flag: str = "--watch") -> Any:
+def ask_for_view(job: str) -> Any:
     """Returns JSON's value of what there is to see of a running job; raises as `ask_for_report` does."""
-    return _asked(job, flag, _WATCH, "does not answer")
+    return _asked(job, "--watch", _WATCH, "does not answer")
 
 
 def _asked(job: str, flag: str, request: bytes, without_answer: str) -> Any:

@@ -67,8 +67,6 @@ def make_view(say: Callable[[str], object]) -> LiveView | None:
 
 
 class LiveView:
-    """Draws views of one job."""
-
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         """Raises an ImportError if rich is not installed."""
         from rich.cells import cell_len, set_cell_size  # noqa: PLC0415  # optional, and costs 100 ms

@@ -21,8 +21,6 @@ Sample = tuple[Mapping[str, str], float]
 
 
 class Metrics:
-    """The file of one job."""
-
     def __init__(self, path: str, facts: JobFacts, say: Callable[[str], None]) -> None:
         """``say`` tells the user, once, that the file cannot be written any more."""
         self._file = ReplacedFile(f"--metrics-textfile {path}", path, say, after=". The job goes on")
@@ -30,7 +28,6 @@ class Metrics:
         self._due_at_s = 0.0
 
     def show(self) -> None:
-        """Writes the file if it is time."""
         if self._facts.age_s >= self._due_at_s:
             self._due_at_s = self._facts.age_s + METRICS_EACH_S - 0.5  # the questions come at nearly that interval
             self.write(is_up=True)
@@ -64,7 +61,7 @@ def _families(
     yield "hvdlite_faults_total", "counter", "Workers that failed by themselves, and lost hosts.", one(facts.faults)
     if exit_code is not None:
         yield "hvdlite_exit_code", "gauge", "Exit code of hvdlite-run.", one(exit_code)
-    counts = facts.progress.total_bytes().items()
+    counts = facts.progress.total_bytes.items()
     for way, about in (("sent", "sent over"), ("received", "received over")):
         yield (
             f"hvdlite_network_{way}_bytes_total",

@@ -89,7 +89,8 @@ class JobProgress(Observer):
         self._hosts: dict[str, HostProgress] = {}
         self._windows_of_hosts: dict[str, _Window] = defaultdict(_Window)
         self._counted: dict[str, HostBytes] = {}  # by the agent that is there now
-        self._total_bytes: dict[str, HostBytes] = {}
+        self.total_bytes: dict[str, HostBytes] = {}
+        """The bytes of each host of which they are known."""
         self._viewers: list[Callable[[], None]] = []
 
     def hurry(self, each_s: float, for_s: float) -> None:
@@ -101,10 +102,6 @@ class JobProgress(Observer):
 
     def of_host(self, host: str) -> HostProgress:
         return self._hosts.get(host) or HostProgress()
-
-    def total_bytes(self) -> Mapping[str, HostBytes]:
-        """Returns the bytes of each host of which they are known."""
-        return self._total_bytes
 
     def show_with(self, viewer: Callable[[], None]) -> None:
         """Has this called after each question, once the answers are there."""
@@ -125,7 +122,6 @@ class JobProgress(Observer):
         return replace(known, rank=rank, cost=cost, slow_phase=phase)
 
     def forget(self, worker: int) -> None:
-        """Drops what is known of a worker that has ended."""
         self._known.pop(worker, None)
         self._windows.pop(worker, None)
 
@@ -190,13 +186,13 @@ class JobProgress(Observer):
     def _note_host(self, host: str, usage: HostUsage, *, is_last: bool) -> None:
         rates: Sequence[float | None] = (None, None)
         if usage.sent is not None and usage.received is not None:
-            before, total = self._counted.get(host, HostBytes()), self._total_bytes.get(host, HostBytes())
+            before, total = self._counted.get(host, HostBytes()), self.total_bytes.get(host, HostBytes())
             window = self._windows_of_hosts[host]
             if usage.sent < before.sent or usage.received < before.received:  # a new agent's, which begin anew
                 before, window = HostBytes(), _Window()
             sent, received = total.sent + usage.sent - before.sent, total.received + usage.received - before.received
             self._counted[host] = HostBytes(usage.sent, usage.received)
-            self._total_bytes[host], self._windows_of_hosts[host] = HostBytes(sent, received), window
+            self.total_bytes[host], self._windows_of_hosts[host] = HostBytes(sent, received), window
             if not is_last:
                 rates = window.rates(self._clock(), usage.sent, usage.received)
         if not is_last:

@@ -29,8 +29,6 @@ Answer = Callable[[str, object], None]
 
 
 class Reports:
-    """The reports of one job."""
-
     def __init__(
         self,
         ending: Ending,
@@ -85,13 +83,11 @@ class Reports:
         self._begin(f"since ranks have waited {waited_s:.0f} s in hvd.init() for others", is_shown=True)
 
     def on_told(self, told: StatusTold) -> None:
-        """Takes what an agent has found out about a worker."""
         if told.in_full and self._began_at is not None and told.number == self._number:
             self._found[told.worker] = RankStatus.known(told.worker, self._roster, told.status)
             self._forget(told.worker)
 
     def on_exit(self, worker: int) -> None:
-        """Waits no more for a worker that has ended."""
         if self._began_at is not None:
             self._forget(worker)
 

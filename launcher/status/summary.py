@@ -37,7 +37,7 @@ def summary_data(facts: JobFacts, outcome: JobOutcome, command: Sequence[str], r
         "most_workers": facts.most_workers,
         "faults": facts.faults,
         "restarts": restarts,
-        "bytes": {host: asdict(count) for host, count in facts.progress.total_bytes().items()},
+        "bytes": {host: asdict(count) for host, count in facts.progress.total_bytes.items()},
         "generations": [_generation(row) for row in facts.rows()],
         "ranks": [_rank(end) for end in facts.last_ends()],
         "losses": [_loss(end) for end in facts.ends if end.is_fault],

@@ -164,9 +164,9 @@ def test_the_bytes_of_a_host_add_up_over_agents_and_until_its_workers_end():
     job = Job()
     for sent in (1000, 2500, 300):  # the last is a new agent's
         job.answer(1, number=1, usage=HostUsage(sent, 2 * sent))
-    assert job.progress.total_bytes() == {"node1": HostBytes(2800, 5600)}
+    assert job.progress.total_bytes == {"node1": HostBytes(2800, 5600)}
     job.answer(1, {}, number=0, usage=HostUsage(400, 900))
-    assert job.progress.total_bytes() == {"node1": HostBytes(2900, 5900)}
+    assert job.progress.total_bytes == {"node1": HostBytes(2900, 5900)}
 
 
 def test_only_those_that_run_are_told_of_by_rank():
