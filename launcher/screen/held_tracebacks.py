@@ -64,9 +64,7 @@ class _Held:
     def takes(self, line: bytes) -> bool:
         """Adds a whole line if it belongs to the traceback."""
         bare = self._bare(line)
-        if not self.text:
-            belongs = True
-        elif _INTRODUCTION.match(self.text) and self.text.count(b"\n") == 1:
+        if _INTRODUCTION.match(self.text) and self.text.count(b"\n") == 1:
             belongs = _HEADER.match(line) is not None
         elif self.is_whole:
             # Further lines of the message are known by torch's prefix, or by their indentation.
@@ -80,11 +78,8 @@ class _Held:
         return belongs
 
     def key(self) -> tuple[bool, bytes]:
-        return self.rank is None, self.bare()
-
-    def bare(self) -> bytes:
-        """Returns the text without torch's prefixes of this rank."""
-        return b"".join(map(self._bare, bytes(self.text).splitlines(keepends=True)))
+        """Returns what is equal for equal tracebacks: whether it has no rank, and the text without torch's prefixes."""
+        return self.rank is None, b"".join(map(self._bare, bytes(self.text).splitlines(keepends=True)))
 
     def _bare(self, line: bytes) -> bytes:
         return line if self.rank is None else line.removeprefix(b"[rank%d]: " % self.rank)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..system.signals import shell_code, signal_name
 from ..wire.messages import Event, Exited, Lost, PeakMemory, Started
 from ..workers.ending import Ending
-from ..workers.generation_table import GenerationRow, GenerationTable
+from ..workers.generation_table import GenerationTable
 from ..workers.observer import Observer
 from .progress import JobProgress
 from .rank_status import RankStatus
@@ -105,7 +104,3 @@ class JobFacts(Observer):
     def last_ranks(self) -> list[RankStatus]:
         """Returns how far each rank had come when the last worker with that rank ended."""
         return [replace(end.last, rank=end.rank) for end in self.last_ends()]
-
-    def rows(self) -> Sequence[GenerationRow]:
-        """Returns the generations that are known, as rows of `GenerationTable`."""
-        return () if self.table is None else self.table.rows()

@@ -38,7 +38,7 @@ def summary_data(facts: JobFacts, outcome: JobOutcome, command: Sequence[str], r
         "faults": facts.faults,
         "restarts": restarts,
         "bytes": {host: asdict(count) for host, count in facts.progress.total_bytes.items()},
-        "generations": [_generation(row) for row in facts.rows()],
+        "generations": [] if facts.table is None else [_generation(row) for row in facts.table.rows()],
         "ranks": [_rank(end) for end in facts.last_ends()],
         "losses": [_loss(end) for end in facts.ends if end.is_fault],
         "peak_memory_bytes": max((end.peak_memory for end in facts.ends), default=0),
