@@ -12,7 +12,7 @@ Packages and modules import only what stands before them, and within a package i
 No module imports torch or hvdlite, so the launcher starts fast and runs where torch is not installed. Besides the
 standard library it needs psutil; `cli.config_file` needs PyYAML, `function.caller` cloudpickle, and `status.live_view`
 rich. The only code that it shares with the library is `hvdlite_wire`. What both must agree on is in there, in
-`plan.worker_environment` (a worker's environment) and in `function.function_messages` (the call of a function).
+`plan.worker_environment` (a worker's environment) and in `function.function_runner` (the call of a function).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The main program of the workers that `hvdlite_launcher.run` starts: calls the fu
 WORKER is the worker's number. With the value goes its rank, which it has in an elastic job only once it called `init`.
 
 Return values are pickled by cloudpickle, since they may be of classes that the caller's main program defines. The store
-keys and their values are a contract with `hvdlite_launcher`: `function_messages` transports them, `caller` reads them.
+keys and their values are a contract with `hvdlite_launcher`: `function_runner` transports them, `caller` reads them.
 """
 
 from __future__ import annotations

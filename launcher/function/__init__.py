@@ -4,5 +4,5 @@ In the user's process, `caller` starts a `function_runner` process, which runs t
 
 Modules import only what stands before them:
 
-    function_messages < function_runner < caller
+    caller < function_runner
 """

@@ -1,7 +1,11 @@
 """Calls a function in many workers: `run`, in the process of its caller.
 
+    run ── FunctionCall ────► function_runner ── store ──► hvdlite.worker.worker_main, in every worker
+        ◄── FunctionResults ──                 ◄── store ──
+
 It pickles the function, starts a `function_runner` process that runs the job, and unpickles the results: what the
-function returned in each worker, or the exception of the worker that failed first.
+function returned in each worker, or the exception of the worker that failed first. The bytes in both messages are
+unpickled only here and in workers.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import subprocess
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NoReturn, TypeVar
 
@@ -21,7 +26,6 @@ from ..cli.flag_parser import Parser, Value, closest
 from ..errors import JobError, UsageError
 from ..system.signals import signal_name
 from ..system.terminal_text import one_line, visible
-from .function_messages import FunctionCall, FunctionResults
 
 # These flags start no job, so nothing would be returned.
 _NO_ARGUMENTS = frozenset({"dry-run", "cb", "check", "check-build", "ps", "report", "diagnose", "help", "version"})
@@ -35,6 +39,28 @@ _NUMBERS_OF_WORKERS = (
 _RUNNER = ("-m", "hvdlite_launcher.function.function_runner")
 
 Returned = TypeVar("Returned")
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A function call in a working directory; ``flags`` are hvdlite-run's."""
+
+    flags: tuple[str, ...]
+    cwd: str
+    call: bytes
+
+
+@dataclass(frozen=True)
+class FunctionResults:
+    """The end of the job, with a ``message`` about the cause; ``rank`` is the worker that failed first, if one did.
+
+    ``returns`` has a result by worker, except for those that died before the function was done.
+    """
+
+    exit_code: int
+    message: str = ""
+    rank: int | None = None
+    returns: Mapping[int, bytes] = field(default_factory=dict)
 
 
 class RemoteTraceback(Exception):  # noqa: N818  # shown by this name, as in concurrent.futures

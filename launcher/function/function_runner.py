@@ -3,6 +3,10 @@
 `caller` starts it. It reads a `FunctionCall` on its stdin and writes a `FunctionResults` to the pipe FD. If stdin ends
 before that, the caller has ended or was interrupted, and the job is ended. It is a separate process because a job
 adopts and ends orphaned processes, and needs the main thread and the signals: a user's program must keep these.
+
+The keys in the store are a contract with `hvdlite.worker.worker_main`. ``call`` is the pickled call, ``return/WORKER``
+is the result of the worker with this number, and ``returned`` lists those with a result, each followed by a blank. The
+first two are large values, as `hvdlite.rendezvous.store_client` sets and gets them.
 """
 
 from __future__ import annotations
@@ -20,7 +24,11 @@ from ..cli.hvdlite_run import job_of, read_flags, say_what_has_no_effect
 from ..errors import LauncherError, UsageError, in_words
 from ..job.attempts import run_attempts
 from ..store.server import Store
-from .function_messages import WORKER, FunctionCall, FunctionResults, put_call, take_returns
+from .caller import FunctionCall, FunctionResults
+
+# For each host's own Python. Not -m, which puts the working directory on sys.path: it may contain a queue.py, and it
+# need not be on the caller's sys.path.
+_WORKER = "import sys; sys.path[:] = filter(None, sys.path); from hvdlite.worker.worker_main import main; main()"
 
 
 def main() -> int:
@@ -54,7 +62,7 @@ def _run(call: FunctionCall) -> FunctionResults:
 
     def new_store() -> Store:
         stores.append(Store())
-        put_call(stores[-1], call.call)
+        stores[-1].put_large(b"call", call.call)
         return stores[-1]
 
     try:
@@ -62,7 +70,7 @@ def _run(call: FunctionCall) -> FunctionResults:
         options = read_flags(call.flags)
         if options.dry_run:  # a config file may contain it
             raise UsageError("dry-run starts no workers, so run() would have no results: leave it out")
-        job = job_of(options, WORKER)
+        job = job_of(options, ("-c", _WORKER))
         say_what_has_no_effect(options)
         outcome = run_attempts(replace(job, in_python=True), new_store)
     except (LauncherError, OSError) as error:
@@ -71,7 +79,14 @@ def _run(call: FunctionCall) -> FunctionResults:
         if (why := in_words(error)) is None:
             raise
         return FunctionResults(1, why)
-    return FunctionResults(outcome.exit_code, outcome.message, outcome.rank, take_returns(stores[-1]))
+    return FunctionResults(outcome.exit_code, outcome.message, outcome.rank, _returns_in(stores[-1]))
+
+
+def _returns_in(store: Store) -> dict[int, bytes]:
+    """Returns the pickled results that are in the store, by the worker's number."""
+    workers = (store.get(b"returned") or b"").split()
+    values = {int(worker): store.get_large(b"return/" + worker) for worker in workers}
+    return {worker: value for worker, value in values.items() if value is not None}
 
 
 if __name__ == "__main__":

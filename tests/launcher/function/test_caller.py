@@ -7,8 +7,7 @@ import threading
 import pytest
 from hvdlite_launcher import JobError, run
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.function.caller import _returned
-from hvdlite_launcher.function.function_messages import FunctionResults
+from hvdlite_launcher.function.caller import FunctionResults, _returned
 
 LOCK = threading.Lock()
 
