@@ -10,6 +10,7 @@ progress bar each line has the last state.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -37,7 +38,7 @@ class JsonLog(OutputRecord):
         """
         self._path = path
         self._clock = clock
-        self._rest: dict[tuple[int, Stream], bytes] = {}
+        self._rest: dict[tuple[int, Stream], tuple[int | None, bytes]] = {}  # unfinished lines, with the rank
         try:
             self._fd: int | None = _open_again(path) if is_continued else write_file(path)
             # So that two jobs with one file do not overwrite each other's lines.
@@ -50,19 +51,19 @@ class JsonLog(OutputRecord):
         if self._fd is None:
             return None
         whose = output.worker, output.stream
-        data = self._rest.pop(whose, b"") + output.data
+        data = self._rest.pop(whose, (None, b""))[1] + output.data
         *lines, rest = data.split(b"\n")
         if len(rest) > MAX_LINE_BYTES:
             lines, rest = [*lines, rest], b""
         if rest:
-            self._rest[whose] = rest
+            self._rest[whose] = rank, rest
         return self._write_lines(output.worker, rank, output.stream, lines)
 
     def finish(self, worker: int, rank: int | None) -> str | None:
         """Writes the unfinished lines of a worker that has ended."""
         failure = None
         for of, stream in [whose for whose in self._rest if whose[0] == worker]:
-            failure = self._write_lines(of, rank, stream, [self._rest.pop((of, stream))]) or failure
+            failure = self._write_lines(of, rank, stream, [self._rest.pop((of, stream))[1]]) or failure
         return failure
 
     def event(self, kind: str, **facts: object) -> str | None:
@@ -74,14 +75,17 @@ class JsonLog(OutputRecord):
         return self._write([{"time": self._now(), "kind": kind, **facts}]) or failure
 
     def close(self) -> str | None:
-        if self._fd is None:
-            return None
-        fd, self._fd = self._fd, None
-        try:
-            os.close(fd)
-        except OSError as error:  # a file system on a network may be full only now
-            return f"--log-json {self._path}: its last lines may be missing: {why_not_written(error)}"
-        return None
+        failure = None
+        # Of workers whose host was lost, whose end nobody has seen.
+        for (worker, stream), (rank, rest) in list(self._rest.items()):
+            failure = self._write_lines(worker, rank, stream, [rest]) or failure
+        if self._fd is not None:
+            try:
+                os.close(self._fd)
+            except OSError as error:  # a file system on a network may be full only now
+                failure = f"--log-json {self._path}: its last lines may be missing: {why_not_written(error)}"
+            self._fd = None
+        return failure
 
     def _write_lines(self, worker: int, rank: int | None, stream: Stream, lines: list[bytes]) -> str | None:
         now = self._now()
@@ -105,7 +109,9 @@ class JsonLog(OutputRecord):
         try:
             write_all(self._fd, "".join(json.dumps(each) + "\n" for each in objects).encode())
         except OSError as error:
-            self.close()
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+            self._fd = None
             why = why_not_written(error)
             return f"--log-json {self._path}: cannot be written any more: {why}. The job goes on without it"
         return None
