@@ -87,13 +87,16 @@ def _run(argv: Sequence[str]) -> int:
     return run_attempts(job).exit_code
 
 
+def _given(options: argparse.Namespace) -> list[argparse.Action]:
+    """Returns the flags that have another value than by default."""
+    return [flag for flag in Parser().flags if getattr(options, flag.dest) != flag.default]
+
+
 def _asked_of_running_jobs(options: argparse.Namespace, command: Sequence[str]) -> str | None:
     given = {"--ps": options.ps, "--report": options.report is not None, "--diagnose": options.diagnose is not None}
     # A command is never a number alone.
     is_number = len(command) == 1 and command[0].isdecimal()
-    is_alone = not command and all(
-        getattr(options, flag.dest) == flag.default for flag in Parser().flags if flag.dest != "watch"
-    )
+    is_alone = not command and all(flag.dest == "watch" for flag in _given(options))
     given["--watch"] = options.watch and (is_number or is_alone)
     flags = [flag for flag, is_given in given.items() if is_given]
     if len(flags) > 1:
@@ -102,8 +105,8 @@ def _asked_of_running_jobs(options: argparse.Namespace, command: Sequence[str]) 
 
 
 def _show_running_jobs(asked: str, options: argparse.Namespace, command: Sequence[str]) -> int:
-    for flag in Parser().flags:
-        if asked not in flag.option_strings and getattr(options, flag.dest) != flag.default:
+    for flag in _given(options):
+        if asked not in flag.option_strings:
             raise UsageError(f"{asked} of a running job starts none: leave out {'/'.join(flag.option_strings)}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What a job says of itself may have characters that the encoding of this terminal or file lacks.
@@ -149,8 +152,8 @@ def say_what_has_no_effect(options: argparse.Namespace) -> None:
 
 
 def _refuse_beside_check(options: argparse.Namespace) -> None:
-    for flag in Parser().flags:
-        if flag.dest in _OF_WORKERS and getattr(options, flag.dest) != flag.default:
+    for flag in _given(options):
+        if flag.dest in _OF_WORKERS:
             raise UsageError(f"--check looks at hosts and starts no workers: leave out {'/'.join(flag.option_strings)}")
 
 
