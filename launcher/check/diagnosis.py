@@ -1,6 +1,6 @@
 """The columns of the ``--check`` table: what each shows of a host's `host_facts`, and what is wrong with it.
 
-`run_check` calls `diagnose`, which lists the columns, and `check_table` formats them. Nothing is looked up here. If
+`run_check` calls `diagnose`, which lists the columns, and prints them. Nothing is looked up here. If
 hosts differ, the value that most of them have is right, or the first host's value in a tie.
 """
 

@@ -1,8 +1,8 @@
 """The text of the tables that --check prints."""
 
 import pytest
-from hvdlite_launcher.check.check_table import ASCII, UNICODE, RoundTrips, show
 from hvdlite_launcher.check.diagnosis import Cell
+from hvdlite_launcher.check.run_check import ASCII, UNICODE, RoundTrips, show
 
 WELL = {"Python": Cell("3.11.2"), "GPUs": Cell(), "hvdlite": Cell("0.1.0")}
 AMISS = {**WELL, "Python": Cell("3.10.1", "Python is 3.10 here: use the same"), "GPUs": Cell("", "none")}
