@@ -106,18 +106,12 @@ class HostSlots:
     def next_change_s(self) -> float | None:
         """Returns when the next cooldown or rest is over, or the next slot may be filled again."""
         changes = [host.barred_until_s for host in self._hosts.values() if host.slots]
-        changes += [
-            self._rests_until_s(Place(label, slot))
-            for label, host in self._hosts.items()
-            for slot in host.failed_at_s
-            if slot < host.slots and self.rests(Place(label, slot))
-        ]
-        changes += [
-            self.filled_again_s(Place(label, slot))
-            for label, host in self._hosts.items()
-            for slot, times in host.failed_at_s.items()
-            if slot < host.slots and len(times) > self._max_failures
-        ]
+        for label, host in self._hosts.items():
+            for place in (Place(label, slot) for slot in host.failed_at_s if slot < host.slots):
+                if self.rests(place):
+                    changes.append(self._rests_until_s(place))
+                if not self.may_fill(place):
+                    changes.append(self.filled_again_s(place))
         return min((at_s for at_s in changes if math.isfinite(at_s)), default=None)
 
     def barred_until_s(self, host: str) -> float:
