@@ -41,10 +41,8 @@ class FirstMinute(Observer):
 
     def __init__(self, ending: Ending, set_status: Callable[..., None]) -> None:
         self._ending = ending
-        self._roster = ending.roster
         self._set_status = set_status
-        self._clock = ending.clock
-        self._began_at = self._clock()
+        self._began_at = self._ending.clock()
         self._next_at: float | None = self._began_at
         self._hosts: dict[str, bool] = {}  # of an elastic job, and whether each has answered
         self._started: set[int] = set()
@@ -75,13 +73,13 @@ class FirstMinute(Observer):
                     return
             case _:
                 return
-        self._next_at = self._clock()
+        self._next_at = self._ending.clock()
 
     def time_left_s(self) -> float | None:
-        return None if self._next_at is None else self._next_at - self._clock()
+        return None if self._next_at is None else self._next_at - self._ending.clock()
 
     def time_passes(self) -> None:
-        now_s = self._clock()
+        now_s = self._ending.clock()
         self._next_at = now_s + _EACH_S
         self._set_status(f"hvdlite-run: {self._words()} ({now_s - self._began_at:.0f} s)")
 
@@ -94,7 +92,7 @@ class FirstMinute(Observer):
         if not workers:
             waiting = [host for host, has_answered in self._hosts.items() if not has_answered]
             return f"connecting to {_list(waiting)}" if waiting else "waiting for hosts"
-        hosts = self._roster.hosts_of(workers)
+        hosts = self._ending.roster.hosts_of(workers)
         on = f"on {len(hosts)} hosts" if len(hosts) > 1 else f"on {hosts[0]}"
         count = "1 worker" if len(workers) == 1 else f"{len(workers)} workers"
         if not workers <= self._started:
@@ -108,10 +106,10 @@ class FirstMinute(Observer):
     def _missing(self, workers: Collection[int]) -> str:
         if len(workers) > _MOST_NAMED:
             return f"waiting for {len(workers)} others"
-        ranks = {number: self._roster[number].rank for number in workers}
+        ranks = {number: self._ending.roster[number].rank for number in workers}
         known = [rank for rank in ranks.values() if rank is not None]
         name = name_ranks(known) if len(known) == len(ranks) else name_workers(workers)
-        return f"waiting for {name} on {_list(self._roster.hosts_of(workers))}"
+        return f"waiting for {name} on {_list(self._ending.roster.hosts_of(workers))}"
 
 
 def _list(names: list[str]) -> str:

@@ -75,11 +75,9 @@ class JobProgress(Observer):
         """``ask`` sends a question to all agents, each ``each_s`` seconds; with None only after `hurry`."""
         self._ask = ask
         self._ending = ending
-        self._roster = ending.roster
         self._each_s = each_s
-        self._clock = ending.clock
         self._number = 0
-        self._ask_at = None if each_s is None else self._clock()
+        self._ask_at = None if each_s is None else self._ending.clock()
         self._hurry: tuple[float, float] | None = None  # each so many seconds, until then
         self._show_at: float | None = None
         self._missing: set[int] = set()
@@ -95,7 +93,7 @@ class JobProgress(Observer):
 
     def hurry(self, each_s: float, for_s: float) -> None:
         """Asks each ``each_s`` seconds at least, from now on for so long."""
-        now_s = self._clock()
+        now_s = self._ending.clock()
         if self._hurry is None or self._hurry[1] <= now_s:
             self._ask_at = now_s
         self._hurry = each_s, now_s + for_s
@@ -109,14 +107,14 @@ class JobProgress(Observer):
 
     def of_running(self) -> list[RankStatus]:
         """Returns the status of each worker that runs, by rank."""
-        return sorted_by_rank(self.of(worker) for worker in self._ending.running if worker in self._roster)
+        return sorted_by_rank(self.of(worker) for worker in self._ending.running if worker in self._ending.roster)
 
     def of(self, worker: int) -> RankStatus:
         """Returns the status of a worker, with the rank that it has now if it runs."""
-        if worker not in self._roster:
+        if worker not in self._ending.roster:
             return self._known.get(worker) or RankStatus(worker)
-        known = self._known.get(worker) or RankStatus.known(worker, self._roster)
-        rank = self._roster[worker].rank
+        known = self._known.get(worker) or RankStatus.known(worker, self._ending.roster)
+        rank = self._ending.roster[worker].rank
         pace = None if rank is None else self._paces.get(rank)
         cost, phase = (None, "") if pace is None else (pace.cost, pace.phase or "")
         return replace(known, rank=rank, cost=cost, slow_phase=phase)
@@ -128,22 +126,22 @@ class JobProgress(Observer):
     # ------------------------------------------------------------------ events
 
     def on_event(self, event: Event) -> None:
-        if not isinstance(event, StatusTold) or event.in_full or event.worker not in self._roster:
+        if not isinstance(event, StatusTold) or event.in_full or event.worker not in self._ending.roster:
             return
         self._note(event)
         if event.status.usage is not None:
-            self._note_host(self._roster[event.worker].host, event.status.usage, is_last=event.number == 0)
+            self._note_host(self._ending.roster[event.worker].host, event.status.usage, is_last=event.number == 0)
         if event.number == self._number:
             self._missing.discard(event.worker)
             if not self._missing and self._show_at is not None:
-                self._show_at = self._clock()
+                self._show_at = self._ending.clock()
 
     def time_left_s(self) -> float | None:
         next_at = min((at for at in (self._ask_at, self._show_at) if at is not None), default=None)
-        return None if next_at is None else next_at - self._clock()
+        return None if next_at is None else next_at - self._ending.clock()
 
     def time_passes(self) -> None:
-        now_s = self._clock()
+        now_s = self._ending.clock()
         if self._show_at is not None and self._show_at <= now_s:
             self._show()
         if self._ask_at is not None and self._ask_at <= now_s:
@@ -169,15 +167,17 @@ class JobProgress(Observer):
 
     def _note(self, told: StatusTold) -> None:
         worker, status = told.worker, told.status
-        before = self._known.get(worker) or RankStatus.known(worker, self._roster)
-        now = RankStatus.known(worker, self._roster, status, steps=status.steps or before.steps)
+        before = self._known.get(worker) or RankStatus.known(worker, self._ending.roster)
+        now = RankStatus.known(worker, self._ending.roster, status, steps=status.steps or before.steps)
         if told.number == 0:  # an ended process has no memory, and no times
             kept = ("memory", "cpu_s", "rate", "sample_rate", "cpu_use")
             now = replace(now, **{name: getattr(before, name) for name in kept})
         else:
             # Another process, or another program, begins anew.
             anew = before.pid != now.pid or (before.step or 0) > (now.step or 0)
-            rates = self._windows[worker].rates(self._clock(), now.step, now.samples, now.cpu_s, begins_anew=anew)
+            rates = self._windows[worker].rates(
+                self._ending.clock(), now.step, now.samples, now.cpu_s, begins_anew=anew
+            )
             now = replace(now, rate=rates[0], sample_rate=rates[1], cpu_use=rates[2])
         if status.paces is not None:
             self._paces = {pace.rank: pace for pace in status.paces}
@@ -194,6 +194,6 @@ class JobProgress(Observer):
             self._counted[host] = HostBytes(usage.sent, usage.received)
             self.total_bytes[host], self._windows_of_hosts[host] = HostBytes(sent, received), window
             if not is_last:
-                rates = window.rates(self._clock(), usage.sent, usage.received)
+                rates = window.rates(self._ending.clock(), usage.sent, usage.received)
         if not is_last:
             self._hosts[host] = HostProgress(rates[0], rates[1], usage.gpus)

@@ -43,9 +43,6 @@ class Reports:
         """
         self._ask = ask
         self._ending = ending
-        self._roster = ending.roster
-        self._say = ending.say
-        self._clock = ending.clock
         self._directory = directory
         self._ended = ended
         self._has_failed = False
@@ -68,14 +65,14 @@ class Reports:
 
     def on_stalled(self, stalled: Stalled) -> None:
         """Takes a report since a worker has waited for long, unless there was one lately."""
-        if self._last_at is None or self._clock() - self._last_at >= _PAUSE_S:
-            self._last_at = self._clock()
-            name = self._roster.name([stalled.worker])
+        if self._last_at is None or self._ending.clock() - self._last_at >= _PAUSE_S:
+            self._last_at = self._ending.clock()
+            name = self._ending.roster.name([stalled.worker])
             self._begin(f"since {name} has waited {stalled.waited_s:.0f} s for others", is_shown=True)
 
     def on_unresponsive(self, unresponsive: Unresponsive) -> None:
         """Takes a report before a worker is ended that does not respond."""
-        name = self._roster.name([unresponsive.worker])
+        name = self._ending.roster.name([unresponsive.worker])
         self._begin(f"since {name} has not responded for {unresponsive.silent_s:.0f} s", is_shown=True)
 
     def on_late_start(self, waited_s: float) -> None:
@@ -84,7 +81,7 @@ class Reports:
 
     def on_told(self, told: StatusTold) -> None:
         if told.in_full and self._began_at is not None and told.number == self._number:
-            self._found[told.worker] = RankStatus.known(told.worker, self._roster, told.status)
+            self._found[told.worker] = RankStatus.known(told.worker, self._ending.roster, told.status)
             self._forget(told.worker)
 
     def on_exit(self, worker: int) -> None:
@@ -93,13 +90,13 @@ class Reports:
 
     def time_left_s(self) -> float | None:
         """Returns the seconds until `time_passes` must be called; None if no report is being taken."""
-        return None if self._began_at is None else self._began_at + _COMPLETE_WITHIN_S - self._clock()
+        return None if self._began_at is None else self._began_at + _COMPLETE_WITHIN_S - self._ending.clock()
 
     def time_passes(self) -> None:
         """Ends a report whose time is over, without the workers that have not come."""
         if (left_s := self.time_left_s()) is not None and left_s <= 0:
             for worker in self._waiting:
-                self._found[worker] = RankStatus.known(worker, self._roster, has_come=False)
+                self._found[worker] = RankStatus.known(worker, self._ending.roster, has_come=False)
             self._finish()
 
     def _begin(self, why: str, *, is_shown: bool) -> None:
@@ -107,7 +104,7 @@ class Reports:
         if self._began_at is not None:  # its answer is for this one, too
             return
         self._number += 1
-        self._began_at, self._why = self._clock(), why
+        self._began_at, self._why = self._ending.clock(), why
         self._found.clear()
         self._waiting = set(self._ending.running)
         if self._waiting:
@@ -122,12 +119,12 @@ class Reports:
 
     def _finish(self) -> None:
         assert self._began_at is not None, "it was begun"
-        took_s = self._clock() - self._began_at
+        took_s = self._ending.clock() - self._began_at
         report = JobReport(self._number, self._why, list(self._found.values()), took_s, sorted(self._ended()))
         self._began_at = None
         text, data = report.text(), report.data()
         if self._is_shown:
-            self._say(text)
+            self._ending.say(text)
         askers, self._askers, self._is_shown = self._askers, [], False
         self._write(text, data)
         for answer in askers:
@@ -145,7 +142,7 @@ class Reports:
             # Told once: the job goes on, and the next report is tried again.
             if not self._has_failed:
                 why = why_not_written(error)
-                self._say(f"--report-dir {self._directory}: reports are not written: {why}. The job goes on")
+                self._ending.say(f"--report-dir {self._directory}: reports are not written: {why}. The job goes on")
             self._has_failed = True
 
 
