@@ -51,10 +51,8 @@ class _Window:
     def __init__(self) -> None:
         self._rows: deque[tuple[float, Sequence[float | None]]] = deque()
 
-    def rates(self, now_s: float, *values: float | None, begins_anew: bool = False) -> list[float | None]:
+    def rates(self, now_s: float, *values: float | None) -> list[float | None]:
         """Adds the values of now; returns how much more each is per second, None if fewer than two are known."""
-        if begins_anew:
-            self._rows.clear()
         self._rows.append((now_s, values))
         while len(self._rows) > 2 and self._rows[1][0] <= now_s - _RATE_OVER_S:
             self._rows.popleft()
@@ -173,11 +171,9 @@ class JobProgress(Observer):
             kept = ("memory", "cpu_s", "rate", "sample_rate", "cpu_use")
             now = replace(now, **{name: getattr(before, name) for name in kept})
         else:
-            # Another process, or another program, begins anew.
-            anew = before.pid != now.pid or (before.step or 0) > (now.step or 0)
-            rates = self._windows[worker].rates(
-                self._ending.clock(), now.step, now.samples, now.cpu_s, begins_anew=anew
-            )
+            if before.pid != now.pid or (before.step or 0) > (now.step or 0):
+                self._windows.pop(worker, None)  # another process, or another program, begins anew
+            rates = self._windows[worker].rates(self._ending.clock(), now.step, now.samples, now.cpu_s)
             now = replace(now, rate=rates[0], sample_rate=rates[1], cpu_use=rates[2])
         if status.paces is not None:
             self._paces = {pace.rank: pace for pace in status.paces}
