@@ -63,7 +63,8 @@ class ElasticHosts:
         """Notes that a host has answered, which was being connected to."""
         if self._connecting.pop(label, None) is None:  # it was given up
             return
-        first = next((known for known, other in self._connected.items() if _is_same_machine(hello, other.hello)), None)
+        machines = {other.hello.machine: known for known, other in self._connected.items()}
+        first = None if hello.machine is None else machines.get(hello.machine)
         if first is None:
             self._connected[label] = _Connected(hello)
             return
@@ -165,7 +166,3 @@ class ElasticHosts:
     def knows(self, label: str) -> bool:
         """Whether a host is connected, or being connected to."""
         return label in self._connecting or label in self._connected or label in self._same_as
-
-
-def _is_same_machine(one: Hello, other: Hello) -> bool:
-    return one.machine is not None and one.machine == other.machine

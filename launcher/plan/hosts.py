@@ -170,12 +170,12 @@ def count_auto_slots(hosts: Iterable[Host], count: Callable[[Host], int]) -> tup
 def find_this_machine(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
     """Returns the hosts, with all names of this machine merged into one host."""
     found: list[Host] = []
+    here: int | None = None
     for host in hosts:
         if not _is_this_machine(host):
             found.append(host)
-            continue
-        here = next((i for i, known in enumerate(found) if known.is_here), None)
-        if here is None:
+        elif here is None:
+            here = len(found)
             found.append(replace(host, is_here=True, user=None))
         elif AUTO in (found[here].slots, host.slots):
             raise UsageError(

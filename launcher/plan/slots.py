@@ -6,7 +6,6 @@ Called by `cli`, `job` and `check`. `worker_environment` makes a worker's variab
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import UsageError
@@ -43,7 +42,11 @@ def plan_slots(hosts: tuple[Host, ...], size: int | None = None) -> tuple[Slot, 
         raise UsageError(
             f"-np {size} is more than the {total} slots of the hosts: give them more slots, as in host:{size}"
         )
-    local_sizes = list(_fill(hosts, size))
+    local_sizes: list[int] = []
+    left = size
+    for host in hosts:
+        local_sizes.append(min(host.slots, left))
+        left -= local_sizes[-1]
     cross_sizes = Counter(local_rank for local_size in local_sizes for local_rank in range(local_size))
     cross_ranks: Counter[int] = Counter()
     slots: list[Slot] = []
@@ -54,10 +57,3 @@ def plan_slots(hosts: tuple[Host, ...], size: int | None = None) -> tuple[Slot, 
             slots.append(Slot(rank, rank, node, local_rank, local_size, cross_rank, cross_size, host))
             cross_ranks[local_rank] += 1
     return tuple(slots)
-
-
-def _fill(hosts: tuple[Host, ...], size: int) -> Iterator[int]:
-    for host in hosts:
-        taken = min(host.slots, size)
-        size -= taken
-        yield taken

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import Any
 
 from ..workers.failure_message import JobOutcome
-from ..workers.generation_table import GenerationRow
 from .job_facts import JobFacts, WorkerEnd
 
 
@@ -21,7 +20,7 @@ def summary_data(facts: JobFacts, outcome: JobOutcome, command: Sequence[str], r
 
     Times are Unix time, and seconds from its start.
     """
-    verdict = _verdict(outcome)
+    verdict, rows = _verdict(outcome), () if facts.table is None else facts.table.rows()
     return {
         "verdict": verdict,
         "why": outcome.message,
@@ -38,7 +37,7 @@ def summary_data(facts: JobFacts, outcome: JobOutcome, command: Sequence[str], r
         "faults": facts.faults,
         "restarts": restarts,
         "bytes": {host: asdict(count) for host, count in facts.progress.total_bytes.items()},
-        "generations": [] if facts.table is None else [_generation(row) for row in facts.table.rows()],
+        "generations": [{**asdict(row), "at_s": round(row.at_s, 3)} for row in rows],
         "ranks": [_rank(end) for end in facts.last_ends()],
         "losses": [_loss(end) for end in facts.ends if end.is_fault],
         "peak_memory_bytes": max((end.peak_memory for end in facts.ends), default=0),
@@ -71,10 +70,6 @@ def _next(verdict: str, outcome: JobOutcome) -> str:
     if outcome.rank is None:
         return "See why: it names the cause, and the flag that matters."
     return f"Look at the traceback in why: rank {outcome.rank} failed first, and the others ended because of it."
-
-
-def _generation(row: GenerationRow) -> dict[str, Any]:
-    return {**asdict(row), "at_s": round(row.at_s, 3)}
 
 
 def _rank(end: WorkerEnd) -> dict[str, Any]:
