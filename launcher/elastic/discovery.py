@@ -29,6 +29,8 @@ _SHOWN_CHARACTERS = 200
 # Interval between checks of a run whose shell has ended while its output is still open, or the other way round.
 _LOOK_S = 0.05
 _REAP_S = 1.0
+# How long the end of a job waits for a run to end: not for name servers, which may take any time to answer.
+_END_S = 5.0
 # A script may read a file while it is being written, so an empty list counts only when printed twice in a row.
 _TIMES_EMPTY = 2
 
@@ -62,7 +64,7 @@ class Discovery:
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
-        self._thread.join()
+        self._thread.join(_END_S)
 
     def _run(self) -> None:
         is_failing, times_empty = False, 0
@@ -83,6 +85,8 @@ class Discovery:
                 if is_failing:
                     self._say(f"--host-discovery-script {one_line(self._script.command)} works again")
                 is_failing = False
+                if self._closed.is_set():
+                    return
                 times_empty = 0 if found else times_empty + 1
                 if found != self._last and (found or times_empty == _TIMES_EMPTY):
                     self._last = found

@@ -256,6 +256,26 @@ def test_a_later_run_that_fails_is_told_once_and_changes_no_host(tmp_path):
         assert found.event() == HostsFound({"a": 2, "b": 2})
 
 
+def test_the_end_of_a_job_does_not_wait_for_a_name_server(tmp_path, monkeypatch):
+    asked, answers = threading.Event(), threading.Event()
+
+    def find(hosts):
+        asked.set()
+        answers.wait(LIMIT_S)
+        return hosts
+
+    monkeypatch.setattr(discovery, "find_this_machine", find)
+    monkeypatch.setattr(discovery, "_END_S", 0.01)
+    found = Found(tmp_path)
+    found.print("a:2\n")
+    with found.discovery:
+        assert asked.wait(LIMIT_S)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "discovery"]
+    answers.set()
+    thread.join(LIMIT_S)
+    assert found.events.empty()
+
+
 def test_a_discovery_that_is_closed_ends_its_script_and_its_thread(tmp_path):
     events: SimpleQueue = SimpleQueue()
     hanging = Discovery(script("echo $$ >pid.new; mv pid.new pid; sleep 1000", tmp_path), events.put, events.put)
