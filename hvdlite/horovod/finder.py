@@ -24,8 +24,6 @@ _OWN_PREFIX = "hvdlite."
 # A directory that contains only a package `horovod`.
 CHILDREN_PATH = str(Path(__file__).with_name("path"))
 
-_PROGRAM = "use hvdlite-run --horovod -np 4 python train.py"
-
 
 def install() -> None:
     """Make ``import horovod`` mean hvdlite, in this process and in those that it starts from now on.
@@ -99,7 +97,8 @@ class AliasLoader(Loader):
 
     def get_code(self, fullname: str) -> NoReturn:
         """Raises an ImportError; ``python -m horovod...`` calls this and prints its message."""
-        raise ImportError(f"{fullname.removesuffix('.__main__')} is not a program in hvdlite: {_PROGRAM}")
+        name = fullname.removesuffix(".__main__")
+        raise ImportError(f"{name} is not a program in hvdlite: use hvdlite-run --horovod -np 4 python train.py")
 
 
 def _refuse_import(why: str) -> None:

@@ -20,9 +20,7 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
 
-_DRIVER = "/proc/driver/nvidia/version"
 SOURCE_TREE = "source tree"  # not installed, so the version is unknown
-_NO_HVDLITE = "ModuleNotFoundError: No module named 'hvdlite'"
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,10 @@ def _imports() -> Iterator[dict[str, Any]]:
     except BaseException as error:  # noqa: BLE001  # a module may raise anything, even SystemExit
         yield {"torch_error": _first_line(error)}
         # hvdlite cannot be imported without torch, which is not an error of hvdlite's.
-        there = find_spec("hvdlite") is not None
-        yield {"hvdlite": _version_of_hvdlite()} if there else {"hvdlite_error": _NO_HVDLITE}
+        if find_spec("hvdlite") is not None:
+            yield {"hvdlite": _version_of_hvdlite()}
+        else:
+            yield {"hvdlite_error": "ModuleNotFoundError: No module named 'hvdlite'"}
         return
     try:
         import_module("hvdlite")
@@ -141,7 +141,7 @@ def _devices() -> int:
 
 def _driver() -> str | None:
     try:
-        with open(_DRIVER) as file:
+        with open("/proc/driver/nvidia/version") as file:
             found = re.search(r"\b\d+\.\d+(\.\d+)?\b", file.readline())
     except OSError:
         return None

@@ -62,9 +62,6 @@ Flags of a job whose ranks may change while it runs, and of one that starts anew
 _OF_RESTART = "restart"
 _ELASTIC_ANSWERS = tuple(each.value for each in OnFailure if each is not OnFailure.STOP)
 _ANSWERS = (*_ELASTIC_ANSWERS, _OF_RESTART, OnFailure.STOP.value)
-_ELASTIC_TIMEOUT_S = 600.0
-_HANG_TIMEOUT_S = 30.0
-_MAX_RESTARTS = 3
 # The dests of flags without effect in a job that is not elastic, such as max_np of --max-np. min_np is not one of them:
 # a job that is restarted may shrink.
 _OF_ELASTIC = (
@@ -138,7 +135,7 @@ def elastic_of(options: argparse.Namespace, hosts: Collection[Host], timeout_s: 
     policy = _policy(options, timeout_s)
     # Others start few workers later, or none, for which a process that waits would be too much.
     forks = policy.on_failure is OnFailure.REPLACE and options.no_fork_server is None
-    hang_timeout_s = _HANG_TIMEOUT_S if options.hang_timeout is None else float(options.hang_timeout)
+    hang_timeout_s = ElasticSpec.hang_timeout_s if options.hang_timeout is None else float(options.hang_timeout)
     if options.host_discovery_script is None:
         if options.slots_per_host is not None:
             raise UsageError(
@@ -204,7 +201,7 @@ def _policy(options: argparse.Namespace, timeout_s: float | None) -> Policy:
         start_np=start,
         spares=options.spares or 0,
         on_failure=on_failure,
-        elastic_timeout_s=options.elastic_timeout or timeout_s or _ELASTIC_TIMEOUT_S,
+        elastic_timeout_s=options.elastic_timeout or timeout_s or Policy.elastic_timeout_s,
         cooldown_s=_cooldown_s(options),
         reset_limit=options.reset_limit,
         max_restarts=_max_restarts(options),
@@ -241,7 +238,7 @@ def _cooldown_s(options: argparse.Namespace) -> tuple[float, float] | None:
 
 
 def _max_restarts(options: argparse.Namespace) -> int:
-    return _MAX_RESTARTS if options.max_restarts is None else int(options.max_restarts)
+    return Policy.max_restarts if options.max_restarts is None else int(options.max_restarts)
 
 
 def _refuse_those_of_elastic(options: argparse.Namespace, why: str) -> None:

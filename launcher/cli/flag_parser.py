@@ -100,8 +100,6 @@ Standard input goes to rank 0. Flags after COMMAND belong to COMMAND. For exampl
 EXAMPLE = "hvdlite-run -np 4 python train.py"
 # As long as Slurm (KillWait) and Kubernetes give from SIGTERM to SIGKILL.
 _GRACE_S = 30.0
-# The dests of flags whose value is a comma-separated list.
-_COMMA_SEPARATED = frozenset({"hosts", "network_interface"})
 # Flags of torchrun for the number of workers and their rendezvous, spelled with dashes.
 _OF_TORCHRUN = frozenset(
     {
@@ -250,7 +248,8 @@ def _words_that_say(flag: argparse.Action, value: Value, opposite: argparse.Acti
             raise UsageError("the name of a variable cannot contain =")
         return [f"{option}={name}" if text is None else f"{option}={name}={text}" for name, text in value.items()]
     values: Sequence[Value] = [value]
-    if isinstance(value, list) and (repeated or flag.dest in _COMMA_SEPARATED or _count_values(flag) > 1):
+    is_comma_separated = flag.dest in ("hosts", "network_interface")
+    if isinstance(value, list) and (repeated or is_comma_separated or _count_values(flag) > 1):
         values = value
     texts = [_single(each) for each in values]
     if flag.nargs == 0:
