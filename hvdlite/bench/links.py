@@ -168,23 +168,19 @@ class SlowLinks(Comparison):
         has_own = hosts.cores == self._count
         shares = "Each host has a core of its own." if has_own else f"Hosts share {show_count(hosts.cores, 'core')}."
         self.notes = [*self.notes, shares]
+        worker = [sys.executable, "-m", "hvdlite.bench.links_worker"]
+        words = [",".join(self.techniques), f"{self.steps}", self._workload.name, f"{self._rows}"]
         for case in self._links:
             ranks.progress(case.label)
             hosts.limit(case.label)
-            self._measure(case, hosts, ranks)
-
-    def _measure(self, case: LinkCase, hosts: Hosts, ranks: Ranks) -> None:
-        """Runs a job, and puts the samples of each round into the case when its line has come."""
-        worker = [sys.executable, "-m", "hvdlite.bench.links_worker"]
-        words = [",".join(self.techniques), f"{self.steps}", self._workload.name, f"{self._rows}"]
-        processes = hosts.start([*worker, *words], os.environ)
-        for line in lines_of_first(processes):
-            found = json.loads(line)
-            case.samples, case.sent = found["times"], found["sent"]
-            ranks.progress(case.label, 1)
-        case.skipped = failure_of(processes)
-        self._failed |= case.skipped is not None
-        hosts.end_ranks()
+            processes = hosts.start([*worker, *words], os.environ)
+            for line in lines_of_first(processes):
+                found = json.loads(line)
+                case.samples, case.sent = found["times"], found["sent"]
+                ranks.progress(case.label, 1)
+            case.skipped = failure_of(processes)
+            self._failed |= case.skipped is not None
+            hosts.end_ranks()
 
     def title(self) -> str:
         made = " (network namespaces)" if self._makes_hosts else ""

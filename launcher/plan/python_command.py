@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,10 +67,14 @@ def parse_python(command: Sequence[str], environment: Mapping[str, str]) -> Pyth
         return None
     options: list[str] = []
     words = iter(command[1:])
+
+    def parts(kind: Kind, program: str) -> PythonCommand:
+        return PythonCommand(tuple(command), command[0], tuple(options), kind, program, tuple(words))
+
     for word in words:
         if not word.startswith("-"):
             is_understood = word.endswith(".py")  # else it may be a directory or an archive
-            return _parts(command, options, "script", word, words) if is_understood else None
+            return parts("script", word) if is_understood else None
         switches = word[1:]
         if not switches:
             return None  # the program is read from stdin
@@ -80,15 +84,9 @@ def parse_python(command: Sequence[str], environment: Mapping[str, str]) -> Pyth
                 continue
             value = switches[place:] or next(words, "")
             if letter in "mc" and value:
-                return _parts(command, options, "module" if letter == "m" else "code", value, words)
+                return parts("module" if letter == "m" else "code", value)
             if not value or letter not in "WX" or (letter == "X" and not _X.fullmatch(value)):
                 return None
             options += [f"-{letter}", value]
             break
     return None
-
-
-def _parts(
-    command: Sequence[str], options: Sequence[str], kind: Kind, program: str, arguments: Iterable[str]
-) -> PythonCommand:
-    return PythonCommand(tuple(command), command[0], tuple(options), kind, program, tuple(arguments))
