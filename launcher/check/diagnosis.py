@@ -56,9 +56,9 @@ def diagnose(facts: Mapping[str, Facts], cwd: str) -> dict[str, dict[str, Cell]]
         return Usual.of({host: value(of_host) for host, of_host in facts.items()})
 
     judges: dict[str, Callable[[Facts], Cell]] = {
-        "Python": partial(_python, usual(lambda of: _minor(of.python))),
-        "torch": partial(_torch, usual(lambda of: _minor(of.torch))),
-        "CUDA": partial(_cuda, usual(lambda of: _major(of.cuda))),
+        "Python": partial(_python, usual(lambda of: _begin(of.python, 2))),
+        "torch": partial(_torch, usual(lambda of: _begin(of.torch, 2))),
+        "CUDA": partial(_cuda, usual(lambda of: _begin(of.cuda, 1))),
         "NCCL": partial(_nccl, usual(lambda of: of.nccl if of.gpus else None)),
         "GPUs": partial(_gpus, usual(lambda of: "GPUs" if of.gpus else "none")),
         "hvdlite": _hvdlite,
@@ -73,7 +73,7 @@ def diagnose(facts: Mapping[str, Facts], cwd: str) -> dict[str, dict[str, Cell]]
 
 
 def _python(usual: Usual, of: Facts) -> Cell:
-    differs = usual.differs("Python", _minor(of.python))
+    differs = usual.differs("Python", _begin(of.python, 2))
     risk = "one may not read what the other pickles; choose the same with --remote-python PATH"
     return Cell(of.python, _both(differs, risk))
 
@@ -87,13 +87,13 @@ def _torch(usual: Usual, of: Facts) -> Cell:
         return Cell(of.torch, f"torch {of.torch} is not supported: install {wanted}")
     if not of.gloo:
         return Cell(of.torch, "this build of torch has no gloo, which CPU tensors need: pip install torch")
-    differs = usual.differs("torch", _minor(of.torch))
+    differs = usual.differs("torch", _begin(of.torch, 2))
     return Cell(of.torch, _both(differs, "different versions may be incompatible; install the same version"))
 
 
 def _cuda(usual: Usual, of: Facts) -> Cell:
     text = (of.cuda or "") + (f" (driver {of.driver})" if of.cuda and of.driver else "")
-    differs = usual.differs("CUDA of torch", _major(of.cuda))
+    differs = usual.differs("CUDA of torch", _begin(of.cuda, 1))
     return Cell(text, _both(differs, "install the same build of torch on all hosts"))
 
 
@@ -156,9 +156,5 @@ def _dotted(numbers: Iterable[int]) -> str:
     return ".".join(map(str, numbers))
 
 
-def _minor(version: str | None) -> str | None:
-    return None if version is None else _dotted(_numbers(version)[:2])
-
-
-def _major(version: str | None) -> str | None:
-    return None if version is None else _dotted(_numbers(version)[:1])
+def _begin(version: str | None, places: int) -> str | None:
+    return None if version is None else _dotted(_numbers(version)[:places])

@@ -72,7 +72,8 @@ def check(job: JobSpec) -> int:
     hosts = tuple(replace(host, slots=1) for host in job.hosts)
     found = _ask(job, hosts)
     facts = {host: of for host, of in found.items() if isinstance(of, Facts)}
-    able = [host for host in hosts if host.label in facts and _can_train(facts[host.label])]
+    can_train = {host for host, of in facts.items() if of.torch is not None and of.hvdlite is not None and of.gloo}
+    able = [host for host in hosts if host.label in can_train]
     trips = _measure(job, able) if len(able) > 1 else None
     notes = ["round trips between hosts: not measured, because fewer than two hosts have torch and hvdlite"]
     judged = diagnose(facts, job.cwd)
@@ -116,10 +117,6 @@ def _readable(facts: Facts) -> Facts:
         elif isinstance(value, tuple):
             said[name] = tuple(map(one_line, value))
     return replace(facts, **said)
-
-
-def _can_train(facts: Facts) -> bool:
-    return facts.torch is not None and facts.hvdlite is not None and facts.gloo
 
 
 def _measure(job: JobSpec, hosts: Collection[Host]) -> RoundTrips:
