@@ -206,10 +206,10 @@ def _hosts(rows: Mapping[str, Mapping[str, Cell] | str], marks: Marks) -> str:
     indent = " " * (len(marks.good) + 1)
     lines = [["host", *(indent + title for title in titles)]]
     for host, cells in rows.items():
-        shown = (
-            [f"{marks.bad} {_brief(cells)}"] if isinstance(cells, str) else [_cell(c, marks) for c in cells.values()]
-        )
-        lines.append([host, *shown])
+        if isinstance(cells, str):  # without what follows in parentheses, which is in the list of what to do
+            lines.append([host, f"{marks.bad} {cells.partition(' (')[0]}"])
+        else:
+            lines.append([host, *(_cell(cell, marks) for cell in cells.values())])
     return _aligned(lines)
 
 
@@ -265,8 +265,3 @@ def _todo_of_round_trips(trips: RoundTrips | None) -> Iterable[str]:
         elif trips.hosts.index(host) < trips.hosts.index(other):
             reasons = why if back == why else f"{why}; {back}"
             yield f"{host} and {other} cannot connect to each other: {reasons} ({step})"
-
-
-def _brief(why: str) -> str:
-    """Returns the reason without what follows in parentheses, which is in the list of what to do."""
-    return why.partition(" (")[0]

@@ -124,14 +124,11 @@ def _path(_: str, text: str) -> str:
     return os.path.abspath(text)
 
 
-def _file_or_directory(name: str, text: str) -> str:
+def _timeline(name: str, text: str) -> str:
+    if text == "DYNAMIC":  # no file: the program itself starts the timeline
+        return text
     # A slash at the end, which abspath removes, asks for a directory.
     return os.path.join(_path(name, text), "") if text.endswith("/") else _path(name, text)
-
-
-def _timeline(name: str, text: str) -> str:
-    # DYNAMIC is not a file: the program itself starts the timeline.
-    return text if text == "DYNAMIC" else _file_or_directory(name, text)
 
 
 def _any(_: str, text: str) -> str:

@@ -138,8 +138,9 @@ def read_flags(flags: Sequence[str]) -> argparse.Namespace:
         return options
     if unknown:
         raise parser.unknown_flag(unknown[0])
-    if options.check:
-        _refuse_beside_check(options)
+    if options.check and (of_workers := [flag for flag in _given(options) if flag.dest in _OF_WORKERS]):
+        name = "/".join(of_workers[0].option_strings)
+        raise UsageError(f"--check looks at hosts and starts no workers: leave out {name}")
     if options.config_file is None:
         return options
     return parser.parse_args([*_words_of_config_file(options, parser), *flags])
@@ -149,12 +150,6 @@ def say_what_has_no_effect(options: argparse.Namespace) -> None:
     """Writes a line to stderr for each given flag of horovodrun that has no effect here."""
     for remark in horovodrun_flags.remarks(options):
         say(remark)
-
-
-def _refuse_beside_check(options: argparse.Namespace) -> None:
-    for flag in _given(options):
-        if flag.dest in _OF_WORKERS:
-            raise UsageError(f"--check looks at hosts and starts no workers: leave out {'/'.join(flag.option_strings)}")
 
 
 def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:

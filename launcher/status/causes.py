@@ -63,7 +63,7 @@ def _among_waiting(waiting: tuple[RankStatus, ...]) -> Cause:
         return _unknown("the program says nothing of itself: it has not called hvd.init() in any worker")
     by_place: dict[object, list[RankStatus]] = {}
     for each in waiting:
-        by_place.setdefault(_waits_at(each), []).append(each)
+        by_place.setdefault((each.waits[0].what if each.waits else "", each.place()), []).append(each)
     ways = sorted(map(tuple, by_place.values()), key=len, reverse=True)
     if len(ways) == 1:
         return _unknown(
@@ -116,10 +116,6 @@ _CERTAIN: tuple[tuple[Callable[[RankStatus], bool], Callable[[RankStatus], str]]
     ),
     (lambda each: each.can_answer and each.source is not Source.ANSWER, _does_not_answer),
 )
-
-
-def _waits_at(facts: RankStatus) -> tuple[str, Frame | None]:
-    return (facts.waits[0].what if facts.waits else "", facts.place())
 
 
 def first_difference(one: RankStatus, other: RankStatus) -> tuple[Frame, Frame] | None:

@@ -46,7 +46,7 @@ class JobReport:
             *_ended_lines(self.ended),
             *_cause_lines(cause),
             *_stacks(facts, cause),
-            *_table(facts),
+            *(f"  {line}" for line in table([_HEAD, *map(_row, facts)])),
         ]
         return "\n".join(lines)
 
@@ -201,10 +201,6 @@ def _frame_lines(frames: Sequence[Frame], facts: RankStatus) -> list[str]:
 
 
 _HEAD = ("rank", "worker", "host", "pid", "state", "cpu s", "MiB", "step", "buckets", "waits for")
-
-
-def _table(facts: Sequence[RankStatus]) -> list[str]:
-    return [f"  {line}" for line in table([_HEAD, *map(_row, facts)])]
 
 
 def _row(facts: RankStatus) -> tuple[str, ...]:
