@@ -287,16 +287,16 @@ class DividedState:
         if self.sharing.size == 1:
             return
         whole: dict[Tensor, dict[str, Any]] = {}
-        failure: GradientError | None = None
+        failure: Exception | None = None
         for number, (bucket, pieces) in enumerate(zip(self.ownership.buckets, self.ownership.pieces, strict=True)):
             what = f"consolidating the state of bucket {number} ({self._name})"
             own = pieces[self.ownership.sharers.rank]
-            parts = gather_states(own, self._optimizer.state, self.sharing, what, keeps=keeps)
             param_of = {state.name: state.param for state in bucket.states}
             try:
+                parts = gather_states(own, self._optimizer.state, self.sharing, what, keeps=keeps)
                 whole.update({param_of[name]: joined(name, param_of[name], of_all) for name, of_all in parts.items()})
-            except GradientError as error:
-                failure = error
+            except Exception as error:  # noqa: BLE001 - one of this host, or of what keeps the state: others wait
+                failure = failure or error
         raise_together(self.all, failure, f"consolidating the state of {self._name}")
         self._whole = whole if keeps else None
 

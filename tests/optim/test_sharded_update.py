@@ -775,6 +775,17 @@ def test_what_cannot_be_sent_is_an_error_of_all_ranks():
     assert all("a lock" in each or "lock" in each for each in told), told
 
 
+def test_what_one_host_cannot_send_is_an_error_of_all_hosts():
+    def train(group: Group) -> None:
+        _, optimizer = trained(group, torch.optim.AdamW, shard="host")
+        if group.rank == 1:
+            next(iter(optimizer.state.values()))["a lock"] = threading.Lock()
+        optimizer.consolidate_state_dict()
+
+    told = [str(each) for each in attempt_ranks(4, train, engine="gloo", hosts=["a", "a", "b", "b"])]
+    assert all("cannot be pickled" in each for each in told), told
+
+
 def test_a_rank_without_a_part_of_the_state_says_so_in_its_own():
     def train(group: Group) -> None:
         def make() -> hvd.DistributedOptimizer:
