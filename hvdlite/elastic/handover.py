@@ -162,7 +162,7 @@ def _header(
     try:
         for name, each in handed.items():
             encoder = ValueEncoder(sent[name].refer)
-            objects[name] = [each.encode(encoder, sent[name]), sent[name].packed()]
+            objects[name] = [each.encode(encoder, sent[name]), sent[name].metas]
             pickled += [f"{name_of(name)}: {place}" for place in encoder.pickled]
     except Exception as error:  # noqa: BLE001 - whatever the methods of an object raise
         # Sent in place of the state, so that no rank waits for it for ever.

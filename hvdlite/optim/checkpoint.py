@@ -157,7 +157,7 @@ def _received(path: str, names: list[str], group: Group, process_set: ProcessSet
             encoded = ValueEncoder(sent.refer).encode([saved, _metadata_of(saved)], path)
         except Exception as caught:  # noqa: BLE001  # sent, so that no rank waits for ever
             error, told, sent = caught, _told(caught), SentTensors()
-        data = json.dumps([told, encoded, sent.packed()]).encode()
+        data = json.dumps([told, encoded, sent.metas]).encode()
 
     def run(execution: Execution) -> Any:
         told, encoded, metas = json.loads(execution.group.broadcast_signed(data, 0, execution.what))

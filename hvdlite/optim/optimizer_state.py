@@ -72,7 +72,7 @@ def broadcast_optimizer_state(
         try:
             require_undivided(optimizer, kind)
             encoded = encode_state(own, ValueEncoder(sent.refer), sent)
-            data = json.dumps([encoded, sent.packed()]).encode()
+            data = json.dumps([encoded, sent.metas]).encode()
         except Exception as caught:  # noqa: BLE001 - whatever the methods of an object raise
             # Sent in place of the state, so that no rank waits for it for ever.
             error, sent = caught, SentTensors()

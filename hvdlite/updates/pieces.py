@@ -194,7 +194,7 @@ def gather_states(
     except Exception as error:  # noqa: BLE001 - whatever the methods of an object raise; the other ranks wait
         failure = error
     raise_together(group, failure, what)
-    headers = group.all_gather_signed(json.dumps([own, sent.packed()]).encode(), what)
+    headers = group.all_gather_signed(json.dumps([own, sent.metas]).encode(), what)
     data = [as_bytes(plain(tensor).cpu()) for tensor in sent.tensors]
     all_bytes = group.all_gather(torch.cat(data) if data else torch.empty(0, dtype=torch.uint8, device="cpu"), what)
     if not keeps:
@@ -202,7 +202,7 @@ def gather_states(
     found: dict[str, list[Part]] = defaultdict(list)
     for rank, (header, flat) in enumerate(zip(headers, all_bytes, strict=True)):
         encoded, metas = json.loads(header)
-        tensors = room_for([[*meta[:2], True, meta[3]] for meta in metas], [])
+        tensors = room_for(metas, [])
         at = 0
         for tensor in tensors:
             as_bytes(tensor).copy_(flat[at : at + tensor.nbytes])

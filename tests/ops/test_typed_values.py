@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from hvdlite.ops.sent_tensors import SentTensors
 from hvdlite.ops.typed_values import ValueDecoder, ValueEncoder
 
 Point = namedtuple("Point", ["x", "y"])
@@ -73,6 +74,12 @@ def test_tensors_are_left_to_the_caller():
     # Also within a pickle.
     assert arrived["b"].x is tensor
     assert pickled == ["it['b'] (Point)"]
+
+
+def test_tensors_that_a_program_makes_for_a_moment_are_told_apart():
+    sent = SentTensors()
+    assert [sent.refer(torch.tensor(float(number))) for number in range(100)] == [["tensor", n] for n in range(100)]
+    assert [tensor.item() for tensor in sent.tensors] == list(range(100))
 
 
 def test_an_object_of_an_unknown_type_is_pickled_by_itself_and_named():
