@@ -320,10 +320,10 @@ def check_named_parameters(
     """Returns the optimizer's parameters as (name, parameter), in the order of ``named_parameters``.
 
     Parameters that the optimizer does not have are left out. A parameter with several names gets the first one.
-    Without ``named_parameters`` the names are the optimizer's own, or else positions in ``param_groups``.
+    Without ``named_parameters`` the names are those of `names_of_new`.
     """
     if named_parameters is None:
-        return _own_names(optimizer, set())
+        return names_of_new(optimizer, [])
     pairs = _check_pairs(named_parameters)
     name_of: dict[Tensor, str] = {}
     for name, param in pairs:
@@ -456,7 +456,7 @@ def _check_pairs(named_parameters: Iterable[tuple[str, Tensor]]) -> Named:
 def _require_all_named(optimizer: torch.optim.Optimizer, name_of: dict[Tensor, str]) -> None:
     missing = [
         f"{own_name!r}, shape {tuple(param.shape)}"
-        for own_name, param in _own_names(optimizer, set())
+        for own_name, param in names_of_new(optimizer, [])
         if param not in name_of
     ]
     if missing:
@@ -465,20 +465,3 @@ def _require_all_named(optimizer: torch.optim.Optimizer, name_of: dict[Tensor, s
             + "; ".join(missing)
             + ". Pass the named_parameters() of every module that the optimizer trains"
         )
-
-
-def _own_names(optimizer: torch.optim.Optimizer, taken: set[str]) -> Named:
-    named: Named = []
-    for number in range(len(optimizer.param_groups)):
-        named += _names_of_group(optimizer, number, taken | {name for name, _ in named})
-    return named
-
-
-def _names_of_group(optimizer: torch.optim.Optimizer, number: int, taken: set[str]) -> Named:
-    """Returns the parameters of group ``number``, with the names that the optimizer was built with, else positions."""
-    entry = optimizer.param_groups[number]
-    places = [f"param_groups[{number}]['params'][{place}]" for place in range(len(entry["params"]))]
-    names = [
-        place if name in taken else name for name, place in zip(entry.get("param_names", places), places, strict=True)
-    ]
-    return list(zip(names, entry["params"], strict=True))

@@ -103,6 +103,22 @@ def train(inner: torch.optim.Optimizer, optimizer: Any, change: Change, moment: 
     return found
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_parameter_that_is_twice_in_a_group_is_averaged_once(size):
+    params = [new() for _ in range(size)]
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        inners = [torch.optim.SGD([param, param], lr=1.0) for param in params]
+
+    def train(group: Group) -> list[float]:
+        optimizer, param = wrap(group, inners[group.rank]), params[group.rank]
+        (param * (1 + group.rank)).sum().backward()
+        optimizer.synchronize()
+        assert param.grad is not None
+        return param.grad.tolist()
+
+    assert run_ranks(size, train) == [[(1 + size) / 2] * 3] * size
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_parameters_that_are_put_into_the_groups_are_averaged_from_then_on(change, moment):
