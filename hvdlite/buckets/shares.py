@@ -1,8 +1,8 @@
 """
 Which part of each bucket is whose, where ranks share the optimizer's work: ``hvd.DistributedOptimizer(shard=...)``.
 
-    plan_buckets ── BucketPlan ── Divider.divide ── the same with `bounds`: where each rank's part begins
-                                  ├─ BySlice      even parts, for optimizers that update each element by itself
+    plan_buckets ── BucketPlan ── a Divide ── the same with `bounds`: where each rank's part begins
+                                  ├─ by_slice     even parts, for optimizers that update each element by itself
                                   └─ ByParameter  whole parameters, to the rank that has had the least work so far
 
 Pure values and functions: every rank computes the parts of all ranks from the same plans.
@@ -10,9 +10,9 @@ Pure values and functions: every rank computes the parts of all ranks from the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
 
 import torch
 
@@ -20,6 +20,9 @@ from ..comm.group import Group
 from ..comm.hierarchy import host_groups_of
 from .flags import RankAndSize
 from .plan import ALIGNMENT_BYTES, BucketPlan, ParamSpec, lay_out, plan_buckets
+
+# Returns the plans of one layout with bounds. Slices may have other places in them.
+Divide = Callable[[Sequence[BucketPlan]], Sequence[BucketPlan]]
 
 # Those of PyTorch that compute each element of a parameter from this element's gradient and state alone. Their
 # subclasses may do otherwise.
@@ -64,58 +67,38 @@ class Sharing:
             return RankAndSize()
         return RankAndSize(host_groups.within.index(group.rank), len(host_groups.within))
 
-    def divider(self, size: int) -> Divider:
+    def divider(self, size: int) -> Divide:
         """Returns what divides the plans of one layout among ``size`` ranks."""
-        return BySlice(size) if self.slices else ByParameter(size, is_cubic=self.is_cubic)
+        return partial(by_slice, size) if self.slices else ByParameter(size, is_cubic=self.is_cubic).divide
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Plans the buckets of one layout, as `plan_buckets` does, and divides them."""
+    """Plans the buckets of one layout, as `plan_buckets` does, and divides them where ranks share the work."""
 
     cap_bytes: int
     aligned: bool
     count_slots: int
-    divider: Divider
+    divide: Divide | None = None
 
-    def plan(self, specs: Sequence[ParamSpec], groups: Iterable[Iterable[str]]) -> tuple[BucketPlan, ...]:
+    def plan(self, specs: Sequence[ParamSpec], groups: Iterable[Iterable[str]]) -> Sequence[BucketPlan]:
         """Returns the buckets of more parameters."""
         plans = plan_buckets(
             specs, cap_bytes=self.cap_bytes, groups=groups, aligned=self.aligned, count_slots=self.count_slots
         )
-        return self.divider.divide(plans)
+        return plans if self.divide is None else self.divide(plans)
 
 
-class Divider(Protocol):
-    """Divides the plans of one layout."""
-
-    def divide(self, plans: Sequence[BucketPlan]) -> tuple[BucketPlan, ...]:
-        """Returns the plans with bounds. Slices may have other places in them."""
-
-
-class Undivided:
-    """Leaves every bucket whole, where no ranks share the optimizer's work."""
-
-    def divide(self, plans: Sequence[BucketPlan]) -> tuple[BucketPlan, ...]:
-        """Returns the plans."""
-        return tuple(plans)
-
-
-class BySlice:
-    """Gives each rank an equal part of every bucket, which begins at a multiple of `ALIGNMENT_BYTES`."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def divide(self, plans: Sequence[BucketPlan]) -> tuple[BucketPlan, ...]:
-        """Returns the plans with bounds."""
-        return tuple(replace(plan, bounds=self._bounds(plan)) for plan in plans)
-
-    def _bounds(self, plan: BucketPlan) -> tuple[int, ...]:
+def by_slice(size: int, plans: Sequence[BucketPlan]) -> list[BucketPlan]:
+    """Gives each of ``size`` ranks an equal part of every bucket, which begins at a multiple of `ALIGNMENT_BYTES`."""
+    divided = []
+    for plan in plans:
         # So that vectorized code sees a part as it would see the whole: with the same elements in each vector.
         step = max(1, ALIGNMENT_BYTES // plan.dtype.itemsize)
         lines = -(-plan.grad_numel // step)
-        return tuple(min(lines * rank // self._size * step, plan.grad_numel) for rank in range(self._size + 1))
+        bounds = (min(lines * rank // size * step, plan.grad_numel) for rank in range(size + 1))
+        divided.append(replace(plan, bounds=tuple(bounds)))
+    return divided
 
 
 class ByParameter:
@@ -125,14 +108,14 @@ class ByParameter:
         self._work = [0] * size
         self._is_cubic = is_cubic
 
-    def divide(self, plans: Sequence[BucketPlan]) -> tuple[BucketPlan, ...]:
+    def divide(self, plans: Sequence[BucketPlan]) -> list[BucketPlan]:
         """Returns the plans with bounds, and their slices in the order of the ranks."""
         specs = [piece.spec for plan in plans for piece in plan.slices]
         owner_of = {}
         for spec in sorted(specs, key=self._work_of, reverse=True):
             owner = owner_of[spec.name] = self._work.index(min(self._work))
             self._work[owner] += self._work_of(spec)
-        return tuple(self._ordered(plan, owner_of) for plan in plans)
+        return [self._ordered(plan, owner_of) for plan in plans]
 
     def _work_of(self, spec: ParamSpec) -> int:
         shorter = min(spec.shape, default=1) if self._is_cubic else 1

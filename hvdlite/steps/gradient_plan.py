@@ -26,7 +26,7 @@ from ..buckets.gradient_state import Home
 from ..buckets.in_flight import BucketQueue
 from ..buckets.layout import Layout
 from ..buckets.plan import BucketPlan, Description
-from ..buckets.shares import Planner, Undivided
+from ..buckets.shares import Planner
 from ..buckets.weights import Weights
 from ..comm.engine import Engine, HasMemory
 from ..comm.group import Group
@@ -63,10 +63,10 @@ class GradientPlan:
     def _lay_out(self) -> None:
         """Creates an empty layout, and the objects that work on it."""
         settings, size = self._world.settings, self.ranks.size
-        divider = Undivided() if settings.shard is None else settings.shard.divider(self.sharers.size)
+        divide = None if settings.shard is None else settings.shard.divider(self.sharers.size)
         self.layout = Layout(
             ranks=self.ranks,
-            planner=Planner(self.cap_bytes, self.exchange.aligned, self.ranks.count_slots, divider),
+            planner=Planner(self.cap_bytes, self.exchange.aligned, self.ranks.count_slots, divide),
             scale_of=lambda dtype: self.exchange.scale_before(dtype, size),
             densify=settings.sparse_as_dense,
             memory=self._take_memory,

@@ -9,7 +9,7 @@ from hvdlite.buckets.flags import RankAndSize
 from hvdlite.buckets.gradient_state import GradientState
 from hvdlite.buckets.layout import Layout
 from hvdlite.buckets.plan import ParamSpec, plan_buckets
-from hvdlite.buckets.shares import Planner, Undivided
+from hvdlite.buckets.shares import Planner
 from hvdlite.buckets.weights import Weights
 from hvdlite.steps.kept_gradients import KeptGradients
 
@@ -110,7 +110,7 @@ def test_a_step_that_was_given_up_leaves_nothing_to_the_next(states):
 def layout_of(params, ranks):
     layout = Layout(
         ranks=ranks,
-        planner=Planner(1 << 20, False, ranks.count_slots, Undivided()),
+        planner=Planner(1 << 20, False, ranks.count_slots),
         scale_of=lambda dtype: 1.0,
         densify=False,
         memory=lambda numel, dtype, device: torch.zeros(numel, dtype=dtype, device=device),
