@@ -133,11 +133,7 @@ class Bucket:
     @property
     def memory(self) -> BucketMemory:
         """The flat buffer and its parts. Allocated at first access."""
-        memory = self._memory
-        if memory is None:
-            plan = self.plan
-            memory = self.use(self._allocate(plan.numel, plan.dtype, plan.device))
-        return memory
+        return self._memory or self.use(self._allocate(self.plan.numel, self.plan.dtype, self.plan.device))
 
     @property
     def flat(self) -> Tensor | None:

@@ -102,14 +102,9 @@ class BucketPlan:
         return self.weight_start + self.weight_slots
 
     @property
-    def presence_start(self) -> int:
-        """The offset in the buffer at which the counts of ranks begin."""
-        return self.grad_numel + FLAGS_PER_SLICE * len(self.slices)
-
-    @property
     def weight_start(self) -> int:
         """The offset in the buffer at which the ranks' numbers of samples begin."""
-        return self.presence_start + 1 + self.count_slots + 2
+        return self.grad_numel + FLAGS_PER_SLICE * len(self.slices) + 1 + self.count_slots + 2
 
     @property
     def is_frozen(self) -> bool:

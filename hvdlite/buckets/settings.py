@@ -17,7 +17,6 @@ from torch import Tensor
 from ..comm.reduce_op import Average, ReduceOp, Sum
 from ..compression.casts import Compression, ResolvedCompression, is_narrow
 from ..compression.codecs import words_of_wires
-from ..compression.custom import CustomCompression
 from ..compression.kernels import divide, divide_by, scale_by
 from ..compression.top_k import Encoding
 from ..ops.reduction import Reduction
@@ -107,11 +106,6 @@ class Settings:
             "outer": compared_words(self.outer),
             "shard": "None" if self.shard is None else self.shard.describe(),
         }
-
-    @property
-    def packs(self) -> bool:
-        """Whether a user's own compression packs the gradients."""
-        return isinstance(self.compression, CustomCompression)
 
     def of_wires(self) -> Reduction:
         """Returns the reduction to apply to the wires of a user's own compression."""

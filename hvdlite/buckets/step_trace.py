@@ -38,9 +38,12 @@ class StepTrace:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._family = recorder.next_family()
-        self._steps = Row(self._family * _FAMILY, f"optimizer {self._family}")
-        self._step = 0
+        family = recorder.next_family()
+        self.optimizer = f"optimizer {family}"
+        """The optimizer's name by its number, equal on all ranks that construct their optimizers in the same order."""
+        self.step = 0
+        """How many steps the optimizer has taken in this world."""
+        self._steps = Row(family * _FAMILY, self.optimizer)
         self._last_step_ns = time.monotonic_ns()
 
     def trace_of(self, index: int, bucket: Bucket) -> BucketTrace | None:
@@ -54,24 +57,14 @@ class StepTrace:
 
     def name_of(self, index: int) -> str:
         """Returns the name, in errors and stall messages, of the bucket that is number ``index`` in a step's order."""
-        return f"bucket {index} of {self._steps.name}"
-
-    @property
-    def optimizer(self) -> str:
-        """The optimizer's name by its number, equal on all ranks that construct their optimizers in the same order."""
-        return self._steps.name
-
-    @property
-    def step(self) -> int:
-        """How many steps the optimizer has taken in this world."""
-        return self._step
+        return f"bucket {index} of {self.optimizer}"
 
     def combining(self, index: int, what: str) -> AbstractContextManager[None]:
         """A context that records ``what`` in the row of bucket ``index``, while the program combines deltas."""
         return self._recorder.span(self._row(index), what)
 
     def _row(self, index: int) -> Row:
-        return Row(self._steps.number + 1 + index, f"{self._steps.name}, bucket {index}")
+        return Row(self._steps.number + 1 + index, f"{self.optimizer}, bucket {index}")
 
     def synchronizing(self) -> AbstractContextManager[None]:
         """A context that records the program's wait for all averages."""
@@ -79,10 +72,10 @@ class StepTrace:
 
     def stepped(self) -> None:
         """Records the end of a step."""
-        self._step += 1
+        self.step += 1
         if self._recorder.is_on:
             began_ns, self._last_step_ns = self._last_step_ns, time.monotonic_ns()
-            self._recorder.note(self._steps, f"step {self._step}", began_ns, self._last_step_ns)
+            self._recorder.note(self._steps, f"step {self.step}", began_ns, self._last_step_ns)
             self._recorder.write_soon()
 
 

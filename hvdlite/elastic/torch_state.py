@@ -29,6 +29,7 @@ from ..optim.optimizer import DistributedOptimizer
 from ..optim.optimizer_state import (
     encode_state,
     loading_in_place,
+    params_of,
     require_undivided,
     state_of,
     take_options,
@@ -285,8 +286,7 @@ class OptimizerStateHandler(_LargeStateHandler):
         return encode_state(self._unwrapped(), encoder, sent)
 
     def params(self) -> Sequence[torch.Tensor]:
-        # The property of a DistributedOptimizer waits for gradients that are being averaged.
-        return [param for entry in self.value.param_groups for param in entry["params"]]
+        return params_of(self.value)
 
     def take(self, tree: Any, decoder: ValueDecoder, *, is_whole: bool) -> None:
         if is_whole:

@@ -33,7 +33,7 @@ from ..compression.casts import CastCompression
 from ..compression.custom import CustomCompression, Packed
 from ..ops.failures import raise_together
 from ..ops.packing import PackedTensors, put_back
-from ..ops.reduction import Reduction, Underway
+from ..ops.reduction import Reduction, Underway, real_numel
 
 # Device types on which a bucket is scaled and cast in one pass. On a CPU two passes are faster: PyTorch's one-pass
 # operation makes a copy.
@@ -290,7 +290,7 @@ def _combine_packed(
         is_inexact = wire.is_floating_point() or wire.is_complex()
         if is_inexact:
             reduction.check_dtype(wire, of)
-        if not is_inexact or _reals(wire) != _reals(tensor):
+        if not is_inexact or real_numel(wire) != real_numel(tensor):
             raise ValueError(
                 f"op=hvd.Adasum: {of}: {compression!r} makes {wire.numel()} numbers of {wire.dtype} out of "
                 f"{tensor.numel()} of {tensor.dtype}: use a compression that keeps the number of elements and floats"
@@ -344,10 +344,6 @@ class _Wires:
         """Returns a wire's memory to the pool, after the collective has ended and the wire was read."""
         if wire.memory is not None:
             self._free.append(wire.memory)
-
-
-def _reals(tensor: Tensor) -> int:
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 def _is_elsewhere(flat: Tensor, buffer: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..buckets.exchange import Exchange
 from ..buckets.settings import Settings
 from ..comm.reduce_op import Adasum
+from ..compression.custom import CustomCompression
 from ..compression.low_rank import LowRank
 from .builtin_exchanges import AllReduce, CompressedAllReduce, ReduceToParts, SingleRank, StepAdasum
 from .host_sums import HostSumExchange
@@ -23,7 +24,7 @@ def exchange_of(settings: Settings, size: int, sharers: int = 1) -> Exchange:  #
         return exchange
     if settings.op is Adasum:
         return StepAdasum(settings)
-    if settings.packs:
+    if isinstance(settings.compression, CustomCompression):
         return CompressedAllReduce(settings)
     if settings.leaves_gradients(size):
         return SingleRank()

@@ -86,13 +86,10 @@ class EncodedSum:
         Memory that is new to the kernel costs as much as encoding.
         """
         self._codec = codec
+        self.keeps_residuals = codec.error_feedback
         self._reuses_wires = reuses_wires
         # By name: the wires of two hosts, one after the other in the order of their ranks.
         self._wires: dict[str, Tensor] = {}
-
-    @property
-    def keeps_residuals(self) -> bool:
-        return self._codec.error_feedback
 
     def stages(
         self,
@@ -178,12 +175,10 @@ class EncodedSum:
 class LargestSum:
     """Sums the largest values of each host. What it has not sent it adds to its next (arXiv 1712.01887)."""
 
+    keeps_residuals = True
+
     def __init__(self, form: TopK) -> None:
         self._form = form
-
-    @property
-    def keeps_residuals(self) -> bool:
-        return True
 
     def stages(
         self,

@@ -267,9 +267,6 @@ class Residuals:
         """Replaces all residuals by those of a dict that `state_dict` returned."""
         self.end_step()
         self._free.clear()
-        self._load(state)
-
-    def _load(self, state: Mapping[str, Mapping[str, tuple[int, float, Tensor]]]) -> None:
         self._of.clear()
         self._loaded = {
             (name, kind): _KeptPart(start, scale, values.clone())

@@ -85,18 +85,14 @@ def put_back(flat: Tensor, counts: Sequence[int], packed: Sequence[Packed]) -> N
             each.wire.copy_(piece.view(each.wire.shape))
 
 
-def of_wires(reduction: Reduction) -> Reduction:
-    """The reduction that applies to the wires of a user's own compression."""
-    return replace(reduction, compression=Compression.none)
-
-
 def all_reduce_packed(group: Group, reduction: Reduction, tensors: Sequence[Tensor], divisor: int, what: str) -> None:
     """Replaces contiguous tensors, in place, by their all-reduce over all ranks; each is packed on its own.
 
     Every rank of the group must call it. If the compression fails on one rank, all ranks raise an error.
     """
     assert isinstance(reduction.compression, CustomCompression), "others need no packing"
-    wires = of_wires(reduction)
+    # As it applies to the wires.
+    wires = replace(reduction, compression=Compression.none)
     pack = PackedTensors(reduction.compression, tensors, _words_of(tensors, what), wires.check_wire)
     raise_together(group, pack.failure, what, layout=pack.layout)
     for flat, counts, packed in pack.flats():
@@ -120,7 +116,8 @@ def reduce_scatter_packed(
     its tensor. Every rank of the group must call it. If the compression fails on one rank, all ranks raise an error.
     """
     assert isinstance(reduction.compression, CustomCompression), "others need no packing"
-    compression, wires, words = reduction.compression, of_wires(reduction), _words_of(tensors, what)
+    compression, words = reduction.compression, _words_of(tensors, what)
+    wires = replace(reduction, compression=Compression.none)
 
     def check(tensor: Tensor, wire: Tensor, of: str) -> None:
         wires.check_wire(tensor, wire, of)

@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ class Reduction:
     def check_wire(self, tensor: Tensor, wire: Tensor, of: str) -> None:
         """Raises a ValueError if this reduction does not support the wire that a compression has made of a tensor."""
         self.check_dtype(wire, of)
-        if self.op is Adasum and _reals(wire) != _reals(tensor):
+        if self.op is Adasum and real_numel(wire) != real_numel(tensor):
             raise ValueError(f"{of}: op=hvd.Adasum needs a compression that keeps the number of elements")
 
     def warn_of_averaged_integers(self, sources: Sequence[Tensor], divisor: int, group: Group, what: str) -> None:
@@ -148,7 +148,7 @@ class Reduction:
         divides_there = self._is_averaged_by_engine(group, wire, divisor)
         work, total = self._begin_combining(group, wire, counts, what, Average if divides_there else Sum)
 
-        def finish() -> None:
+        def write() -> None:
             if self.op is Average and not _is_inexact(total):
                 average(total, divisor)
             if total is not wire:
@@ -158,7 +158,7 @@ class Reduction:
                 divide(values, divisor)
             scale(values, self.postscale_factor)
 
-        return Underway(work, finish)
+        return Underway(work, write)
 
     def reduce_scatter(self, group: Group, parts: Sequence[Tensor], divisor: int, what: str) -> Tensor:
         """Returns this rank's part of the sum or average of all ranks' tensors; the parts are overwritten.
@@ -279,27 +279,17 @@ class Reduction:
         return group.all_reduce(total, what, average_by if self.op is Average else self.op), total
 
 
-class Underway:
-    """An all-reduce that has begun."""
+class Underway(NamedTuple):
+    """An all-reduce that has begun: its work, if there is something to wait for, and what is called once, after it."""
 
-    def __init__(self, work: Work | None, finish: Callable[[], None]) -> None:
-        """``work`` is None if there is nothing to wait for; ``finish`` is called once, after it."""
-        self.work = work
-        self._finish = finish
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self.work is None or self.work.is_completed()
-
-    def wait(self) -> None:
-        """Waits for the other ranks; does not touch the tensor."""
-        if self.work is not None:
-            self.work.wait()
+    work: Work | None
+    write: Callable[[], None]
 
     def finish(self) -> None:
         """Waits, and writes the result into the tensor."""
-        self.wait()
-        self._finish()
+        if self.work is not None:
+            self.work.wait()
+        self.write()
 
 
 def make_reduction(
@@ -373,7 +363,8 @@ def average(total: Tensor, divisor: int) -> None:
         total.div_(divisor, rounding_mode="trunc")
 
 
-def _reals(tensor: Tensor) -> int:
+def real_numel(tensor: Tensor) -> int:
+    """Returns the number of real numbers of a tensor."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 

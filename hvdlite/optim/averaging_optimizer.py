@@ -281,7 +281,7 @@ class AveragingOptimizer(HorovodsAttributes):
             else:
                 result = self._step_on_averages()
         if self._by_bucket is not None:
-            self._by_bucket.drop_gradients()
+            self._reducer.step.plan.drop_gradients()
         self._groups.let_go()
         return result
 

@@ -51,7 +51,7 @@ from .arguments import (
 )
 from .autotune import tuned_cap
 from .averaging_optimizer import AveragingOptimizer
-from .optimizer_state import is_plain_optimizer
+from .optimizer_state import is_plain_optimizer, params_of
 from .own_engine import Connection
 from .reducer import Reducer
 from .tuning import Described
@@ -244,7 +244,7 @@ class DistributedOptimizer(AveragingOptimizer):
             )
         named, shared = self._groups.for_copy()
         gone = self._groups.gone()
-        place_of = {param: place for place, param in enumerate(_params_of(self._optimizer))}
+        place_of = {param: place for place, param in enumerate(params_of(self._optimizer))}
         return {
             "optimizer": self._optimizer,
             "named_places": [(name, place_of[param]) for name, param in named],
@@ -269,7 +269,7 @@ class DistributedOptimizer(AveragingOptimizer):
         super().__init__(pickled["optimizer"])
         self._given_settings, self._given_compression = pickled["settings"], pickled["compression"]
         self._given_process_set = global_process_set
-        params = _params_of(self._optimizer)
+        params = params_of(self._optimizer)
         named = [(name, params[place]) for name, place in pickled["named_places"]]
         connect = partial(_connection_of, global_process_set, pickled["settings"])
         reducer = Reducer(connect, pickled["backward_passes_per_step"])
@@ -280,10 +280,6 @@ class DistributedOptimizer(AveragingOptimizer):
         numels = reducer.step.plan.layout.numels()
         reducer.exchange_state.load(pickled["exchange_state"], pickled.get("loss_scale"), reference, numels)
         reducer.step.load_state_dict(pickled["outer_state"])
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [param for entry in optimizer.param_groups for param in entry["params"]]
 
 
 def _compare_and_tune(

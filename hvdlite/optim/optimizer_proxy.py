@@ -11,7 +11,8 @@ averaging.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ class HorovodsAttributes(OptimizerProxy):
     @property
     def _parameter_names(self) -> dict[Tensor, str]:
         """The name of each parameter, in the order of the names."""
-        return {param: name for name, param in sorted(self._groups.named, key=_name)}
+        return {param: name for name, param in sorted(self._groups.named, key=itemgetter(0))}
 
     @property
     def _requires_update(self) -> set[Tensor]:
@@ -161,7 +162,7 @@ class HorovodsAttributes(OptimizerProxy):
     def _allreduce_delay(self) -> dict[Tensor, int]:
         """The number of backward passes that each parameter still waits for before its gradient is averaged."""
         passes_of, needed = self._reducer.step.plan.layout.passes(), self._reducer.state.passes_per_step
-        return {param: max(0, needed - passes_of.get(param, 0)) for _, param in sorted(self._groups.named, key=_name)}
+        return {param: max(0, needed - passes_of.get(param, 0)) for param in self._parameter_names}
 
     @property
     def _should_synchronize(self) -> bool:
@@ -171,11 +172,6 @@ class HorovodsAttributes(OptimizerProxy):
     @_should_synchronize.setter
     def _should_synchronize(self, value: bool) -> None:
         self._skipping = not value
-
-
-def _name(entry: Sequence[Any]) -> str:
-    name: str = entry[0]
-    return name
 
 
 keep_outside_graphs(globals())

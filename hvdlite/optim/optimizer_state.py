@@ -62,8 +62,7 @@ def broadcast_optimizer_state(
     own = unwrapped(optimizer, kind)
     group = group_of(process_set, kind)
     root = group.group_rank_of_root(root_rank, kind)
-    # The property of a DistributedOptimizer waits for gradients that are being averaged.
-    params = _params_of(optimizer)
+    params = params_of(optimizer)
     same = {"root_rank": group.ranks[root], **what_is_equal(own)}
     is_root = group.rank == root
     data: bytes | None = None
@@ -168,7 +167,7 @@ def encode_state(optimizer: Any, encoder: ValueEncoder, sent: SentTensors) -> li
 
     A TypeError names a value that cannot be sent.
     """
-    params = _params_of(optimizer)
+    params = params_of(optimizer)
     sent.number_of = {id(param): number for number, param in enumerate(params)}
     try:
         if not is_plain_optimizer(optimizer):
@@ -193,7 +192,7 @@ def take_options(tree: Sequence[Any], decoder: ValueDecoder, optimizer: Any) -> 
     """
     value = decoder.decode(tree[1])
     if tree[0]:
-        Filler(_params_of(optimizer)).give_options(optimizer, value)
+        Filler(params_of(optimizer)).give_options(optimizer, value)
     else:
         with loading_in_place(optimizer):
             optimizer.load_state_dict(value)
@@ -210,7 +209,7 @@ def loading_in_place(optimizer: Any) -> Iterator[None]:
     groups, state = list(optimizer.param_groups), dict(optimizer.state) if is_plain_optimizer(optimizer) else {}
     options = [dict(entry) for entry in groups]
     yield
-    filler = Filler(_params_of(optimizer))
+    filler = Filler(params_of(optimizer))
     for entry, earlier in zip(optimizer.param_groups, options, strict=True):
         entry.update(filler.fill(earlier, _options_of(entry)))
     if is_plain_optimizer(optimizer):
@@ -223,7 +222,8 @@ def loading_in_place(optimizer: Any) -> Iterator[None]:
         optimizer.state.update(loaded_state)
 
 
-def _params_of(optimizer: Any) -> list[Tensor]:
+def params_of(optimizer: Any) -> list[Tensor]:
+    """Returns the parameters of all groups, in their order."""
     return [param for entry in optimizer.param_groups for param in entry["params"]]
 
 

@@ -45,10 +45,6 @@ class StepByBucket:
         with self._narrowed([[param for param in group["params"] if param.grad is not None] for group in groups]):
             self._optimizer.step()
 
-    def drop_gradients(self) -> None:
-        """Sets the gradients to None after a step, whether it was taken by bucket or whole."""
-        self._reducer.step.plan.drop_gradients()
-
     @property
     def is_possible(self) -> bool:
         """Whether the step may be taken in parts: no step hook is registered, and ``step`` is not replaced.

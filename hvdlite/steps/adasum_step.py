@@ -37,6 +37,8 @@ class AdasumStep(StatelessStep):
 
     steps_first: ClassVar[bool] = True
     kept: KeptGradients | None = None
+    # Deltas are sent and waited for in `stepping`.
+    is_sending = False
 
     def __init__(self, world: StepWorld, exchange: Exchange, ranks: RankAndSize, carried: CarriedOver) -> None:
         self.plan = GradientPlan(world, exchange, ranks, carried, _CountedHome(world.state))
@@ -60,11 +62,6 @@ class AdasumStep(StatelessStep):
 
     def opened(self, cap_bytes: int | None) -> None:
         """Does nothing: deltas have memory of their own, and their cap is not tuned."""
-
-    @property
-    def is_sending(self) -> bool:
-        """Deltas are sent and waited for in `stepping`, so nothing is on its way otherwise."""
-        return False
 
     # -- gradients
 

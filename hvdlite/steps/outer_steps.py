@@ -168,8 +168,9 @@ class OuterSteps:
             first, expected = firsts.setdefault(local_rank, (rank, found))
             differing = [name for name, each in expected.items() if found.get(name) != each]
             if differing:
+                kind = "the loaded anchor of parameter" if is_loaded else "parameter"
                 raise MismatchError(
-                    f"outer={self._rule.words}: {self._kind(is_loaded)} {differing[0]!r} differs between "
+                    f"outer={self._rule.words}: {kind} {differing[0]!r} differs between "
                     f"{group.describe_rank(first)} and {group.describe_rank(rank)}, and hosts must begin with the "
                     f"same ({len(differing)} of {len(named)} differ{'' if local == 1 else ' in their parts'}). "
                     + (
@@ -189,10 +190,6 @@ class OuterSteps:
                 group.broadcast(flat, 0, f"the parameters {first_of(list(bucket.params))} in a new world").wait()
                 bucket.write(flat)
                 bucket.begin()
-
-    @staticmethod
-    def _kind(is_loaded: bool) -> str:
-        return "the loaded anchor of parameter" if is_loaded else "parameter"
 
     def _words_of_steps(self, group: Group, words: Sequence[str]) -> str:
         """Returns the message for ranks at different steps; ``words`` say at which each of the group's ranks is."""

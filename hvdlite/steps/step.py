@@ -146,17 +146,14 @@ class StatelessStep:
     """What kinds of step have in common that keep nothing between steps but the state of their exchange."""
 
     plan: GradientPlan
+    # Such a step never goes on in a new world.
+    is_replaced = False
     _world: StepWorld
 
     @property
     def open_links(self) -> Callable[[Group], Links]:
         """Opens the links that the exchange asks for."""
         return self.plan.exchange.open_links
-
-    @property
-    def is_replaced(self) -> bool:
-        """Always False: such a step never goes on in a new world."""
-        return False
 
     def why_no_join(self) -> str:
         """Any rank may join."""

@@ -24,6 +24,8 @@ from .clipping import NormClipper
 class WholeUpdate:
     """Every rank updates all parameters, and has all of the state."""
 
+    holds_parts = False
+
     def __init__(self, optimizer: torch.optim.Optimizer, clipper: NormClipper | None) -> None:
         self._optimizer = optimizer
         self._clipper = clipper
@@ -38,11 +40,6 @@ class WholeUpdate:
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes the step. ``closure``, if there is one, leaves averages in the gradients, and calls `prepare`."""
         return self._optimizer.step() if closure is None else self._optimizer.step(closure)
-
-    @property
-    def holds_parts(self) -> bool:
-        """Always False."""
-        return False
 
     def state_dict(self, *, whole_for: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the optimizer's state dict."""
