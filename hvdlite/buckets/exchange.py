@@ -15,7 +15,7 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -206,36 +206,6 @@ class Leg(NamedTuple):
     across: Group
 
 
-@runtime_checkable
-class TakesBackSteps(Protocol):
-    """An exchange whose state changes with each step, and that can go back to the state before it.
-
-    Steps may be taken back where they go on after a rank is lost (``--survive``): if they are averaged again, or
-    discarded. And where a process has several optimizers: if a step is one of gradients that another optimizer's pass
-    has left, and all ranks drop them. Otherwise only `end_step` is called.
-    """
-
-    @property
-    def has_residuals(self) -> bool:
-        """Whether ranks have kept something of their gradients that was not sent yet; some may have no part of it."""
-        ...
-
-    def begin_step(self) -> None:
-        """Begins a step, before its first bucket: its changes can be taken back until `end_step`."""
-        ...
-
-    def end_step(self) -> None:
-        """Makes the changes of the step final. Does nothing if they were taken back, or are final already."""
-        ...
-
-    def take_step_back(self) -> None:
-        """Restores the state at `begin_step`, and ends what is still being done to buckets. The reverse of `end_step`.
-
-        No thread of the exchange touches buckets or state after this, until the next `Exchange.begin`.
-        """
-        ...
-
-
 class Exchange(ABC):
     """Combines the gradients of all ranks, one bucket at a time. Each optimizer has its own instance.
 
@@ -287,6 +257,32 @@ class Exchange(ABC):
         Their memory lasts until `ExchangeWork.finish` of what it returns. For more than an average of sums, return an
         object of a class that is derived from `ExchangeWork`, overrides `finish`, and has what that needs.
         """
+
+    # -- a step that may be taken back
+
+    @property
+    def has_residuals(self) -> bool:
+        """Whether ranks have kept something of their gradients that was not sent yet; some may have no part of it."""
+        return False
+
+    def begin_step(self) -> None:  # noqa: B027 - most keep no state
+        """Begins a step, before its first bucket: its changes of the state can be taken back until `end_step`.
+
+        It is called where steps go on after a rank is lost (``--survive``): they are averaged again, or discarded. And
+        where a process has several optimizers: if a step is one of gradients that another optimizer's pass has left,
+        all ranks drop them.
+        """
+
+    def end_step(self) -> None:  # noqa: B027
+        """Makes the changes of the step final. Does nothing if they were taken back, or are final already."""
+
+    def take_step_back(self) -> None:  # noqa: B027
+        """Restores the state at `begin_step`, and ends what is still being done to buckets. The reverse of `end_step`.
+
+        No thread of the exchange touches buckets or state after this, until the next `begin`.
+        """
+
+    # -- the state
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's state by the names of parameters, for checkpoints. Empty if the exchange keeps none."""

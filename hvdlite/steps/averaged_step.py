@@ -93,7 +93,8 @@ class AveragedStep(StatelessStep):
         """Begins a step, before its first gradient is taken."""
         # Without another optimizer no gradients are surplus, and no step is taken back.
         has_several = self._world.reducers.has_several
-        self.plan.changes.begin(may_be_taken_back=self._always_takes_back or has_several)
+        if self._always_takes_back or has_several:
+            self.plan.exchange.begin_step()
         self._is_provisional = self._world.engine.links is None
         self._state.phase = StepPhase.COLLECTING
         self.plan.layout.expect()
@@ -117,7 +118,7 @@ class AveragedStep(StatelessStep):
         try:
             self.attempt(update, arrived)
         finally:
-            self.plan.changes.end()
+            self.plan.exchange.end_step()
 
     def attempt(self, update: Arrived | None, arrived: Arrived | None) -> None:
         """Does the same, and leaves what the exchange has changed to be taken back."""
@@ -213,7 +214,7 @@ class AveragedStep(StatelessStep):
 
     def leave(self) -> None:
         """Does the same, and makes final what the exchange has changed."""
-        self.plan.changes.end()
+        self.plan.exchange.end_step()
         self.end()
 
     def leave_world(self) -> None:
@@ -227,7 +228,7 @@ class AveragedStep(StatelessStep):
         with self.dropping():
             self.finish_dropped()
             # Nor does the exchange keep a part of what is dropped.
-            self.plan.changes.take_back()
+            self.plan.exchange.take_step_back()
 
     @contextmanager
     def dropping(self) -> Iterator[None]:

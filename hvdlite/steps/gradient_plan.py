@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from hvdlite_wire.worker_status import StepStatus
 from torch import Tensor
 
-from ..buckets.exchange import Exchange, TakesBackSteps
+from ..buckets.exchange import Exchange
 from ..buckets.flags import RankAndSize
 from ..buckets.gradient_state import Home
 from ..buckets.in_flight import BucketQueue
@@ -46,7 +45,6 @@ class GradientPlan:
     ) -> None:
         """``ranks`` average gradients. ``staying`` is the home of all gradients if there are no buckets."""
         self.exchange = exchange
-        self.changes = ExchangeChanges(exchange)
         self.ranks = ranks
         self.cap_bytes = world.settings.cap_bytes
         self.added: list[Added] = []
@@ -163,40 +161,3 @@ class GradientPlan:
         if links is None:
             return torch.zeros(numel, dtype=dtype, device=device)
         return links.all.zeros(numel, dtype, device)
-
-
-class ExchangeChanges:
-    """What a step changes in the state of its exchange, which can be taken back. Does nothing for one without."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._steps = exchange if isinstance(exchange, TakesBackSteps) else None
-
-    @property
-    def has_residuals(self) -> bool:
-        """Whether ranks have kept something of their gradients that was not sent yet."""
-        return self._steps is not None and self._steps.has_residuals
-
-    def begin(self, *, may_be_taken_back: bool) -> None:
-        """Begins a step. If its changes ``may_be_taken_back``, the state before them is kept until `end`."""
-        if may_be_taken_back and self._steps is not None:
-            self._steps.begin_step()
-
-    def end(self) -> None:
-        """Makes the changes of the step final, unless they were taken back."""
-        if self._steps is not None:
-            self._steps.end_step()
-
-    def take_back(self) -> None:
-        """Gives the exchange the state before the step."""
-        if self._steps is not None:
-            self._steps.take_step_back()
-
-    def state(self) -> dict[str, Any]:
-        """Returns the exchange's state, which `take_back` changes; empty if steps do not change it."""
-        return {} if self._steps is None else self._exchange.state_dict()
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Loads what `state` has returned in another world."""
-        if self._steps is not None:
-            self._exchange.load_state_dict(state)

@@ -144,7 +144,7 @@ class SurvivingStep:
             if kept is not None:
                 kept.forget()
             # All ranks use this step, or it has failed otherwise than by a loss; else it has been taken back.
-            self._owner.step.plan.changes.end()
+            self._owner.step.plan.exchange.end_step()
         if has_averages:
             self._survival.note_passed(number)
             return
@@ -176,9 +176,9 @@ class SurvivingStep:
                 is_complete = True
                 links.all.all_reduce(torch.ones(1, dtype=torch.int32, device="cpu"), what).wait()
             except CommunicationError as error:
-                changes = step.plan.changes
-                mark_now, exchange_now = step._mark(), changes.state() if is_complete else {}
-                changes.take_back()
+                exchange = step.plan.exchange
+                mark_now, exchange_now = step._mark(), exchange.state_dict() if is_complete else {}
+                exchange.take_step_back()
                 # Functions that adapt to the new world may already make the owner follow it.
                 outcome = survival.go_on(error, number, can_repeat=kept is not None)
                 if outcome is Outcome.DISCARD:
@@ -190,7 +190,7 @@ class SurvivingStep:
                 step = step._begin_again(mark, kept, buffers)
             else:
                 return True
-        step.plan.changes.take_back()
+        step.plan.exchange.take_step_back()
         self._discard(mark)
         return False
 
@@ -223,9 +223,9 @@ class SurvivingStep:
             self._survival.come_to_end_of_step()
             try:
                 self._inner.finish_dropped()
-                self.plan.changes.take_back()
+                self.plan.exchange.take_step_back()
             except CommunicationError as error:
-                self.plan.changes.take_back()
+                self.plan.exchange.take_step_back()
                 self._survival.go_on(error, number)
             finally:
                 if self.kept is not None:
@@ -239,7 +239,7 @@ class SurvivingStep:
 
     def leave_world(self) -> None:
         """Gives up the step. The exchange has the state before it, for the next world."""
-        self.plan.changes.take_back()
+        self.plan.exchange.take_step_back()
         self.leave()
 
     # -- in another world
@@ -276,7 +276,7 @@ class SurvivingStep:
         """Takes the step, whose averages are in the gradients, along into the current world."""
         step = self._follow(mark, buffers)
         self._world.state.phase = mark.phase
-        step.plan.changes.load(exchange_state)
+        step.plan.exchange.load_state_dict(exchange_state)
 
     def _discard(self, mark: StepMark) -> None:
         """Ends the step in the current world, as one that no rank uses."""
@@ -329,7 +329,7 @@ class SurvivingStep:
 
     def carried_over(self, *, goes_on: bool) -> CarriedOver:
         """Returns what the wrapped step carries over, and the losses that were told of."""
-        had_residuals = self._losses.had_residuals or self.plan.changes.has_residuals
+        had_residuals = self._losses.had_residuals or self.plan.exchange.has_residuals
         return replace(
             self._inner.carried_over(goes_on=goes_on), losses=self._losses._replace(had_residuals=had_residuals)
         )
