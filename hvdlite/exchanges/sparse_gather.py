@@ -31,20 +31,11 @@ from ..ops.rows import RowGather, row_bytes
 from ..ops.sendable import plain_tensor
 
 
-@dataclass(slots=True)
-class SparseGradient:
-    """One parameter's sparse gradient; ``grad`` is None if this rank has none."""
-
-    name: str
-    param: Tensor
-    grad: Tensor | None
-
-
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """This rank's indices ``(rows, sparse_dim)`` and values ``(rows, ...)`` of a gradient; row counts of all ranks."""
 
-    gradient: SparseGradient
+    state: GradientState
     indices: Tensor
     values: Tensor
     counts: list[int]
@@ -55,88 +46,12 @@ class _Rows:
         return max(self.counts) * (row_bytes(self.indices) + row_bytes(self.values))
 
 
-class SparseGather:
-    """Averages or sums the sparse gradients of all ranks, as in the settings."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-
-    def averaged(
-        self, gradients: Sequence[SparseGradient], group: Group, optimizer: str, count: ParticipantCount
-    ) -> Iterator[tuple[SparseGradient, Tensor]]:
-        """Yields each gradient that some rank has, with its average.
-
-        Every rank must call it, with the same parameters in the same order. ``optimizer`` is the optimizer's name in
-        errors and stall messages. The next all-gather runs while the rows of one are coalesced.
-        """
-        under_way: deque[tuple[list[_Rows], RowGather]] = deque()
-        for batch in _batches(self._rows(gradients, group, optimizer), self._settings.cap_bytes):
-            tensors = [tensor for rows in batch for tensor in (rows.indices, rows.values)]
-            counts = [rows.counts for rows in batch for _ in range(2)]
-            what = _describe([rows.gradient for rows in batch], optimizer)
-            under_way.append((batch, RowGather(tensors, counts, group, what)))
-            if len(under_way) > 1:
-                yield from self._finish(*under_way.popleft(), count)
-        for batch, gather in under_way:
-            yield from self._finish(batch, gather, count)
-
-    def _rows(self, gradients: Sequence[SparseGradient], group: Group, optimizer: str) -> list[_Rows]:
-        """Exchanges the numbers of rows between the ranks, and returns this rank's rows of every gradient to gather."""
-        own = [None if gradient.grad is None else plain_tensor(gradient.grad.coalesce()) for gradient in gradients]
-        # For each gradient: its number of sparse dimensions (-1 without a gradient), and of rows.
-        sizes = torch.tensor(
-            [(-1, 0) if grad is None else (grad.sparse_dim(), grad._nnz()) for grad in own],
-            device="cpu",
-            dtype=torch.int64,
-        )
-        parts = group.all_gather(sizes, _describe(gradients, optimizer), [sizes.nbytes] * group.size)
-        of_all_ranks = [part.view(sizes.dtype).view(sizes.shape).tolist() for part in parts]
-        rows = []
-        for gradient, grad, of_ranks in zip(gradients, own, zip(*of_all_ranks, strict=True), strict=True):
-            dims = sorted({dim for dim, _ in of_ranks} - {-1})
-            if len(dims) > 1:
-                raise MismatchError(
-                    f"parameter {gradient.name!r} has gradients with {' and '.join(map(str, dims))} sparse dimensions "
-                    "on different ranks: compute them in the same way on every rank, or wrap the optimizer with "
-                    "sparse_as_dense=True"
-                )
-            if dims:
-                rows.append(self._own_rows(gradient, grad, dims[0], [count for _, count in of_ranks]))
-        return rows
-
-    def _own_rows(self, gradient: SparseGradient, grad: Tensor | None, sparse_dim: int, counts: list[int]) -> _Rows:
-        param = gradient.param
-        if grad is None:
-            indices = torch.empty(0, sparse_dim, dtype=torch.int64, device=param.device)
-            return _Rows(gradient, indices, param.new_empty(0, *param.shape[sparse_dim:]), counts)
-        # Scaled by the factor for the gradient's own dtype, since rows are sent uncompressed.
-        before = self._settings.scaling_of_wire(param.dtype.to_real(), len(counts)).before
-        values = grad.values() if before == 1.0 else grad.values() * before
-        return _Rows(gradient, grad.indices().t(), values, counts)
-
-    def _finish(
-        self, batch: Iterable[_Rows], gather: RowGather, count: ParticipantCount
-    ) -> Iterator[tuple[SparseGradient, Tensor]]:
-        joined = gather.finish()
-        for rows, indices, values in zip(batch, joined[::2], joined[1::2], strict=True):
-            param = rows.gradient.param
-            total = torch.sparse_coo_tensor(
-                indices.t(), values, param.shape, check_invariants=False, dtype=values.dtype, device=values.device
-            ).coalesce()
-            # `coalesce` has added up rows with the same index.
-            scaling = self._settings.scaling_of_wire(param.dtype.to_real(), len(rows.counts))
-            scaling.finish(as_real(total._values()).view(-1), count)
-            yield rows.gradient, total
-
-
 class SparseParameters:
     """Finds an optimizer's parameters with sparse gradients by the flags of the buckets, and averages these."""
 
     def __init__(self, settings: Settings, layout: Layout, size: int) -> None:
         """``size`` is the number of ranks."""
-        self._densify = settings.sparse_as_dense
-        self._shard = settings.shard
-        self._gather = SparseGather(settings)
+        self._settings = settings
         self._layout = layout
         self._size = size
         # In this step: buckets, and the gradients to move out of them, found to be sparse for the first time.
@@ -162,7 +77,7 @@ class SparseParameters:
 
     def _settle_one(self, state: GradientState, used: bool, sparse: bool) -> bool:
         """Sets one gradient according to the flags of all ranks. Returns whether it must be gathered instead."""
-        if self._densify:
+        if self._settings.sparse_as_dense:
             if sparse and state.view is not None:
                 state.param.grad = state.view.to_sparse(1)
             elif used and not state.ready:
@@ -186,10 +101,10 @@ class SparseParameters:
                 f"parameter {self._mixed[0]!r} has a sparse gradient on some ranks and a dense one on others: build "
                 "the same model on every rank, or wrap the optimizer with sparse_as_dense=True"
             )
-        if self._leaving and self._shard is not None:
+        if self._leaving and (shard := self._settings.shard) is not None:
             raise GradientError(
                 f"parameter {next(iter(self._leaving.values()))[0].name!r} has a sparse gradient, which "
-                f"shard={self._shard.scope!r} does not divide: leave out one of them, or wrap the optimizer with "
+                f"shard={shard.scope!r} does not divide: leave out one of them, or wrap the optimizer with "
                 "sparse_as_dense=True"
             )
         for bucket, leaving in self._leaving.items():
@@ -201,9 +116,76 @@ class SparseParameters:
         for state in states:
             if state.ready:
                 require_sparse_untouched(state)
-        gradients = [SparseGradient(state.name, state.param, state.param.grad) for state in states]
-        for gradient, average in self._gather.averaged(gradients, group, optimizer, ranks):
-            gradient.param.grad = average
+        for state, average in self._averages(states, group, optimizer, ranks):
+            state.param.grad = average
+
+    def _averages(
+        self, states: Sequence[GradientState], group: Group, optimizer: str, count: ParticipantCount
+    ) -> Iterator[tuple[GradientState, Tensor]]:
+        """Yields each gradient that some rank has, with its average.
+
+        Every rank must call it, with the same parameters in the same order. The next all-gather runs while the rows of
+        one are coalesced.
+        """
+        under_way: deque[tuple[list[_Rows], RowGather]] = deque()
+        for batch in _batches(self._rows(states, group, optimizer), self._settings.cap_bytes):
+            tensors = [tensor for rows in batch for tensor in (rows.indices, rows.values)]
+            counts = [rows.counts for rows in batch for _ in range(2)]
+            what = _describe([rows.state for rows in batch], optimizer)
+            under_way.append((batch, RowGather(tensors, counts, group, what)))
+            if len(under_way) > 1:
+                yield from self._finish(*under_way.popleft(), count)
+        for batch, gather in under_way:
+            yield from self._finish(batch, gather, count)
+
+    def _rows(self, states: Sequence[GradientState], group: Group, optimizer: str) -> list[_Rows]:
+        """Exchanges the numbers of rows between the ranks, and returns this rank's rows of every gradient to gather."""
+        grads = [state.param.grad for state in states]
+        own = [None if grad is None else plain_tensor(grad.coalesce()) for grad in grads]
+        # For each gradient: its number of sparse dimensions (-1 without a gradient), and of rows.
+        sizes = torch.tensor(
+            [(-1, 0) if grad is None else (grad.sparse_dim(), grad._nnz()) for grad in own],
+            device="cpu",
+            dtype=torch.int64,
+        )
+        parts = group.all_gather(sizes, _describe(states, optimizer), [sizes.nbytes] * group.size)
+        of_all_ranks = [part.view(sizes.dtype).view(sizes.shape).tolist() for part in parts]
+        rows = []
+        for state, grad, of_ranks in zip(states, own, zip(*of_all_ranks, strict=True), strict=True):
+            dims = sorted({dim for dim, _ in of_ranks} - {-1})
+            if len(dims) > 1:
+                raise MismatchError(
+                    f"parameter {state.name!r} has gradients with {' and '.join(map(str, dims))} sparse dimensions "
+                    "on different ranks: compute them in the same way on every rank, or wrap the optimizer with "
+                    "sparse_as_dense=True"
+                )
+            if dims:
+                rows.append(self._own_rows(state, grad, dims[0], [count for _, count in of_ranks]))
+        return rows
+
+    def _own_rows(self, state: GradientState, grad: Tensor | None, sparse_dim: int, counts: list[int]) -> _Rows:
+        param = state.param
+        if grad is None:
+            indices = torch.empty(0, sparse_dim, dtype=torch.int64, device=param.device)
+            return _Rows(state, indices, param.new_empty(0, *param.shape[sparse_dim:]), counts)
+        # Scaled by the factor for the gradient's own dtype, since rows are sent uncompressed.
+        before = self._settings.scaling_of_wire(param.dtype.to_real(), len(counts)).before
+        values = grad.values() if before == 1.0 else grad.values() * before
+        return _Rows(state, grad.indices().t(), values, counts)
+
+    def _finish(
+        self, batch: Iterable[_Rows], gather: RowGather, count: ParticipantCount
+    ) -> Iterator[tuple[GradientState, Tensor]]:
+        joined = gather.finish()
+        for rows, indices, values in zip(batch, joined[::2], joined[1::2], strict=True):
+            param = rows.state.param
+            total = torch.sparse_coo_tensor(
+                indices.t(), values, param.shape, check_invariants=False, dtype=values.dtype, device=values.device
+            ).coalesce()
+            # `coalesce` has added up rows with the same index.
+            scaling = self._settings.scaling_of_wire(param.dtype.to_real(), len(rows.counts))
+            scaling.finish(as_real(total._values()).view(-1), count)
+            yield rows.state, total
 
     def forget(self) -> None:
         """Resets what was found in a step, at its end."""
@@ -227,6 +209,6 @@ def _batches(rows: Iterable[_Rows], cap_bytes: int) -> Iterator[list[_Rows]]:
         yield batch
 
 
-def _describe(gradients: Sequence[SparseGradient], optimizer: str) -> str:
-    names = first_of([gradient.name for gradient in gradients])
-    return f"the all-gather of the sparse gradient{'s' if len(gradients) > 1 else ''} of {names} ({optimizer})"
+def _describe(states: Sequence[GradientState], optimizer: str) -> str:
+    names = first_of([state.name for state in states])
+    return f"the all-gather of the sparse gradient{'s' if len(states) > 1 else ''} of {names} ({optimizer})"
