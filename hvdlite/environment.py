@@ -181,14 +181,14 @@ class Variable:
             raise ValueError(f"{given.name}={given.text!r} is {error}") from None
 
 
-def _shared(name: str, format: Format, default: str, meaning: str, *, short: str | None = None) -> dict[str, Any]:
-    """Makes the metadata of an `Environment` field for a variable that Horovod has under the same name."""
-    return {"variable": Variable(name, format, default, meaning, horovods=name, short=short)}
+def _shared(value: object, name: str, format: Format, default: str, meaning: str, *, short: str | None = None) -> Any:
+    """Makes a field of `Environment` for a variable that Horovod has under the same name; ``value`` is its default."""
+    return field(default=value, metadata={"variable": Variable(name, format, default, meaning, name, short)})
 
 
-def _own(name: str, format: Format, default: str, meaning: str) -> dict[str, Any]:
-    """Makes the metadata of an `Environment` field for a variable that Horovod does not have."""
-    return {"variable": Variable(name, format, default, meaning)}
+def _own(value: object, name: str, format: Format, default: str, meaning: str) -> Any:
+    """Makes a field of `Environment` for a variable that Horovod does not have."""
+    return field(default=value, metadata={"variable": Variable(name, format, default, meaning)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,140 +201,96 @@ class Environment:
     effect.
     """
 
-    fusion_threshold_bytes: int | None = field(
-        default=None,
-        metadata=_shared(
-            "FUSION_THRESHOLD",
-            BYTES,
-            "16777216",
-            "the size of a gradient bucket, unless `bucket_cap_mb` is passed; 0: one bucket per gradient",
-        ),
+    fusion_threshold_bytes: int | None = _shared(
+        None,
+        "FUSION_THRESHOLD",
+        BYTES,
+        "16777216",
+        "the size of a gradient bucket, unless `bucket_cap_mb` is passed; 0: one bucket per gradient",
     )
-    autotune: bool = field(default=False, metadata=_shared("AUTOTUNE", SWITCH, "0", "1: measure the best bucket size"))
-    autotune_log: str | None = field(
-        default=None, metadata=_shared("AUTOTUNE_LOG", FILE, "–", "rank 0 appends the measurements to it")
+    autotune: bool = _shared(False, "AUTOTUNE", SWITCH, "0", "1: measure the best bucket size")
+    autotune_log: str | None = _shared(None, "AUTOTUNE_LOG", FILE, "–", "rank 0 appends the measurements to it")
+    timeline: str | None = _shared(
+        None,
+        "TIMELINE",
+        TIMELINE,
+        "–",
+        "the timeline is written to it, a directory gets a file for each rank; `DYNAMIC`: when the program calls "
+        "`hvd.start_timeline`",
     )
-    timeline: str | None = field(
-        default=None,
-        metadata=_shared(
-            "TIMELINE",
-            TIMELINE,
-            "–",
-            "the timeline is written to it, a directory gets a file for each rank; `DYNAMIC`: when the program calls "
-            "`hvd.start_timeline`",
-        ),
+    stall_check: bool = _shared(
+        True, "STALL_CHECK_DISABLE", SWITCH_OFF, "0", "1: do not warn of ranks that others wait for, nor end the job"
     )
-    stall_check: bool = field(
-        default=True,
-        metadata=_shared(
-            "STALL_CHECK_DISABLE", SWITCH_OFF, "0", "1: do not warn of ranks that others wait for, nor end the job"
-        ),
+    stall_warning_s: float = _shared(
+        DEFAULT_STALL_WARNING_S,
+        "STALL_CHECK_TIME_SECONDS",
+        SECONDS,
+        "60",
+        "how long ranks wait for others before a warning names these",
+        short="STALL_CHECK_TIME_S",
     )
-    stall_warning_s: float = field(
-        default=DEFAULT_STALL_WARNING_S,
-        metadata=_shared(
-            "STALL_CHECK_TIME_SECONDS",
-            SECONDS,
-            "60",
-            "how long ranks wait for others before a warning names these",
-            short="STALL_CHECK_TIME_S",
-        ),
+    stall_shutdown_s: float | None = _shared(
+        None,
+        "STALL_SHUTDOWN_TIME_SECONDS",
+        SECONDS_OR_NEVER,
+        "0",
+        "how long ranks wait for others before the job is ended; 0: without limit",
+        short="STALL_SHUTDOWN_S",
     )
-    stall_shutdown_s: float | None = field(
-        default=None,
-        metadata=_shared(
-            "STALL_SHUTDOWN_TIME_SECONDS",
-            SECONDS_OR_NEVER,
-            "0",
-            "how long ranks wait for others before the job is ended; 0: without limit",
-            short="STALL_SHUTDOWN_S",
-        ),
+    straggler_warning: float | None = _own(
+        0.1,
+        "STRAGGLER_WARNING",
+        PERCENT_OR_NEVER,
+        "10",
+        "a warning names the rank that costs the others more than this part of a step, for a minute; 0: never",
     )
-    straggler_warning: float | None = field(
-        default=0.1,
-        metadata=_own(
-            "STRAGGLER_WARNING",
-            PERCENT_OR_NEVER,
-            "10",
-            "a warning names the rank that costs the others more than this part of a step, for a minute; 0: never",
-        ),
+    stragglers: bool = _own(
+        True, "STRAGGLERS", SWITCH, "1", "0: the phases of this rank's steps are not measured for `hvd.stragglers`"
     )
-    stragglers: bool = field(
-        default=True,
-        metadata=_own(
-            "STRAGGLERS", SWITCH, "1", "0: the phases of this rank's steps are not measured for `hvd.stragglers`"
-        ),
+    log_level: int | None = _shared(
+        None, "LOG_LEVEL", LEVEL, "–", "the log goes to stderr, from this level on (`debug`: with whole tracebacks)"
     )
-    log_level: int | None = field(
-        default=None,
-        metadata=_shared(
-            "LOG_LEVEL",
-            LEVEL,
-            "–",
-            "the log goes to stderr, from this level on (`debug`: with whole tracebacks)",
-        ),
+    log_hide_time: bool = _shared(False, "LOG_HIDE_TIME", SWITCH, "0", "1: lines of the log have no time")
+    verbose: bool = _own(
+        False,
+        "VERBOSE",
+        SWITCH,
+        "0",
+        "1: rank 0 prints at the start which ranks there are and how tensors are sent, as with `hvdlite-run --verbose`",
     )
-    log_hide_time: bool = field(
-        default=False, metadata=_shared("LOG_HIDE_TIME", SWITCH, "0", "1: lines of the log have no time")
+    hierarchical: bool | None = _shared(
+        None,
+        "HIERARCHICAL_ALLREDUCE",
+        SWITCH,
+        "measured, of CUDA tensors",
+        "1: all-reduces add up within each host first, and then between hosts; 0: in one step",
     )
-    verbose: bool = field(
-        default=False,
-        metadata=_own(
-            "VERBOSE",
-            SWITCH,
-            "0",
-            "1: rank 0 prints at the start which ranks there are and how tensors are sent, as with `hvdlite-run "
-            "--verbose`",
-        ),
+    check: bool = _own(True, "CHECK", SWITCH, "1", "0: collectives start without a check that all ranks call the same")
+    check_parameters: CheckParameters = _own(  # noqa: RUF009 - numbers and texts do not change
+        True,
+        "CHECK_PARAMETERS",
+        STEPS,
+        "at the first step",
+        "N: ranks compare parameters at an optimizer's first step and every N-th after it; 0: never",
     )
-    hierarchical: bool | None = field(
-        default=None,
-        metadata=_shared(
-            "HIERARCHICAL_ALLREDUCE",
-            SWITCH,
-            "measured, of CUDA tensors",
-            "1: all-reduces add up within each host first, and then between hosts; 0: in one step",
-        ),
+    survive: bool = _own(
+        False,
+        "SURVIVE",
+        SWITCH,
+        "0",
+        "1: in an elastic job the other ranks finish the step in which one is lost, as `hvdlite-run --survive` has it",
     )
-    check: bool = field(
-        default=True,
-        metadata=_own("CHECK", SWITCH, "1", "0: collectives start without a check that all ranks call the same"),
+    independent: bool = _own(
+        False,
+        "INDEPENDENT",
+        SWITCH,
+        "0",
+        "1: the ranks are to train without each other: no warning at the end that they did, as with `hvdlite-run "
+        "--independent`",
     )
-    check_parameters: CheckParameters = field(
-        default=True,
-        metadata=_own(
-            "CHECK_PARAMETERS",
-            STEPS,
-            "at the first step",
-            "N: ranks compare parameters at an optimizer's first step and every N-th after it; 0: never",
-        ),
-    )
-    survive: bool = field(
-        default=False,
-        metadata=_own(
-            "SURVIVE",
-            SWITCH,
-            "0",
-            "1: in an elastic job the other ranks finish the step in which one is lost, as `hvdlite-run "
-            "--survive` has it",
-        ),
-    )
-    independent: bool = field(
-        default=False,
-        metadata=_own(
-            "INDEPENDENT",
-            SWITCH,
-            "0",
-            "1: the ranks are to train without each other: no warning at the end that they did, as with `hvdlite-run "
-            "--independent`",
-        ),
-    )
-    shm: bool = field(
-        default=True, metadata=_own("SHM", SWITCH, "1", "0: do not use shared memory between the ranks of a host")
-    )
-    timeout_s: float = field(
-        default=DEFAULT_TIMEOUT_S,
-        metadata=_shared("GLOO_TIMEOUT_SECONDS", SECONDS, "1800", "`timeout_s` of `hvd.init`, unless that is passed"),
+    shm: bool = _own(True, "SHM", SWITCH, "1", "0: do not use shared memory between the ranks of a host")
+    timeout_s: float = _shared(
+        DEFAULT_TIMEOUT_S, "GLOO_TIMEOUT_SECONDS", SECONDS, "1800", "`timeout_s` of `hvd.init`, unless that is passed"
     )
     remarks: tuple[str, ...] = ()
 
