@@ -4,22 +4,25 @@
     launch ── full buckets, in plan order: exchange.begin ──┐                                       inside backward
     finish ── the rest ── wait, in plan order ── exchange.finish ── param.grad                      inside step
            └─ gradients only other ranks have ── buckets of parameters unfrozen since ── sparse gradients
+
+`WrappingStep` is the base of the kinds that have one, and do more: `outer_step` and `surviving_step`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ..buckets.bucket import Bucket
-from ..buckets.exchange import Exchange
+from ..buckets.exchange import Exchange, Links
 from ..buckets.flags import RankAndSize
 from ..buckets.gradient_state import GradientState
 from ..buckets.plan import Description
 from ..buckets.unbucketed_gradients import InPlaceHome
+from ..comm.group import Group
 from ..errors import GradientError, MismatchError
 from ..faults import point
 from ..ops.failures import raise_together
@@ -321,3 +324,84 @@ class AveragedStep(StatelessStep):
             self.leave()
         self.plan.layout.drop_gradients()
         return active > 0
+
+
+class WrappingStep:
+    """The base of the kinds of step that wrap an `AveragedStep`: it hands each call on, unless they override that."""
+
+    steps_first: ClassVar[bool] = False
+    kept: KeptGradients | None = None
+
+    def __init__(self, inner: AveragedStep, world: StepWorld) -> None:
+        self.plan = inner.plan
+        self._inner = inner
+        self._world = world
+
+    def add(self, added: Added) -> Description:
+        return self._inner.add(added)
+
+    def drop_params(self, names: Collection[str]) -> None:
+        self._inner.drop_params(names)
+
+    @property
+    def open_links(self) -> Callable[[Group], Links]:
+        return self._inner.open_links
+
+    def opened(self, cap_bytes: int | None) -> None:
+        self._inner.opened(cap_bytes)
+
+    @property
+    def is_sending(self) -> bool:
+        return self._inner.is_sending
+
+    def begin(self) -> None:
+        self._inner.begin()
+
+    def launch(self) -> None:
+        self._inner.launch()
+
+    def spoil(self) -> None:
+        self._inner.spoil()
+
+    def finish(self, update: Arrived | None, arrived: Arrived | None) -> None:
+        self._inner.finish(update, arrived)
+
+    def drop(self) -> None:
+        self._inner.drop()
+
+    def leave(self) -> None:
+        self._inner.leave()
+
+    def leave_world(self) -> None:
+        self._inner.leave_world()
+
+    @property
+    def is_replaced(self) -> bool:
+        return self._inner.is_replaced
+
+    def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
+        return self._inner.agree_to_step(grad_scale, found_inf)
+
+    def stepping(self) -> AbstractContextManager[None]:
+        return self._inner.stepping()
+
+    def sit_out(self, average_of_active: bool) -> bool:
+        return self._inner.sit_out(average_of_active)
+
+    def why_no_join(self) -> str:
+        return self._inner.why_no_join()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self._inner.averaged()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
+    def consolidate(self, *, keeps: bool) -> None:
+        self._inner.consolidate(keeps=keeps)
+
+    def carried_over(self, *, goes_on: bool) -> CarriedOver:
+        return self._inner.carried_over(goes_on=goes_on)

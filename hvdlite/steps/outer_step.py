@@ -9,32 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import Any
 
 from ..buckets.exchange import Links
 from ..buckets.plan import Description
 from ..comm.group import Group
 from ..errors import GradientError
-from .averaged_step import AveragedStep
-from .kept_gradients import KeptGradients
+from .averaged_step import AveragedStep, WrappingStep
 from .outer_steps import OuterSteps
-from .step import Arrived
-from .step_world import Added, CarriedOver, StepWorld
+from .step_world import Added, StepWorld
 
 
-class OuterStep:
+class OuterStep(WrappingStep):
     """Steps of hosts that train apart, and average their parameters after some of them."""
 
-    steps_first: ClassVar[bool] = False
-    kept: KeptGradients | None = None
-
     def __init__(self, inner: AveragedStep, outer: OuterSteps, world: StepWorld) -> None:
-        self.plan = inner.plan
+        super().__init__(inner, world)
         self.outer = outer
-        self._inner = inner
-        self._world = world
 
     # -- parameters
 
@@ -59,55 +50,12 @@ class OuterStep:
         """Opens the links within and between hosts."""
         return self.outer.open
 
-    def opened(self, cap_bytes: int | None) -> None:
-        """Plans the buckets of gradients for good."""
-        self._inner.opened(cap_bytes)
-
     @property
     def is_sending(self) -> bool:
         """Whether gradients, or outer gradients, are on their way."""
         return self._inner.is_sending or self.outer.is_sending()
 
-    # -- gradients, within this host
-
-    def begin(self) -> None:
-        """Begins a step of the wrapped kind."""
-        self._inner.begin()
-
-    def launch(self) -> None:
-        """Sends full buckets."""
-        self._inner.launch()
-
-    def spoil(self) -> None:
-        """Gives up the step's averages."""
-        self._inner.spoil()
-
-    def finish(self, update: Arrived | None, arrived: Arrived | None) -> None:
-        """Waits for the ranks of this host, and leaves their averages in ``param.grad``."""
-        self._inner.finish(update, arrived)
-
-    def drop(self) -> None:
-        """Finishes the step on the ranks of this host, and drops its averages."""
-        self._inner.drop()
-
-    def leave(self) -> None:
-        """Ends the step, of which nothing is averaged, or gives it up."""
-        self._inner.leave()
-
-    def leave_world(self) -> None:
-        """Gives up the step, since its world has been shut down."""
-        self._inner.leave_world()
-
-    @property
-    def is_replaced(self) -> bool:
-        """No optimizer goes on in a new world with the steps of the old one."""
-        return False
-
     # -- around the optimizer's own step
-
-    def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
-        """Returns whether GradScaler has found all gradients of this host finite, and divides them by its scale."""
-        return self._inner.agree_to_step(grad_scale, found_inf)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -152,7 +100,3 @@ class OuterStep:
     def consolidate(self, *, keeps: bool) -> None:
         """Makes the next `state_dict` that of all ranks, where ``keeps``. Every rank must call it; it waits for all."""
         self.outer.consolidate(keeps=keeps)
-
-    def carried_over(self, *, goes_on: bool) -> CarriedOver:
-        """Returns what the wrapped step carries over: in a new world an interval begins."""
-        return self._inner.carried_over(goes_on=goes_on)

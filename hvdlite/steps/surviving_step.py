@@ -13,43 +13,34 @@ goes on with that, and returns once all ranks have done the same with the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..buckets.exchange import Links
 from ..buckets.plan import Description
 from ..buckets.step_trace import captures
-from ..comm.group import Group
 from ..errors import CommunicationError, GradientError, PeerLostError, list_names
 from ..log import log
 from ..runtime.survival import Outcome, Survival
-from .averaged_step import AveragedStep
+from .averaged_step import AveragedStep, WrappingStep
 from .kept_gradients import KeptGradients
 from .step import Arrived, Owner
 from .step_state import StepMark, StepPhase
 from .step_world import Added, Buffers, CarriedOver, KnownLosses, StepWorld
 
 
-class SurvivingStep:
+class SurvivingStep(WrappingStep):
     """Steps of one optimizer, in one world, that no loss of a rank ends."""
-
-    steps_first: ClassVar[bool] = False
 
     def __init__(
         self, inner: AveragedStep, survival: Survival, owner: Owner, world: StepWorld, losses: KnownLosses | None
     ) -> None:
         """``losses`` are what the step of the world before knew, or None if there was none that survived."""
-        self.plan = inner.plan
-        self.kept: KeptGradients | None = KeptGradients()
-        self._inner = inner
+        super().__init__(inner, world)
+        self.kept = KeptGradients()
         self._survival = survival
         self._owner = owner
-        self._world = world
         # By type of device, what cannot average gradients again where a rank is lost: see `Engine.cannot_repeat`.
         self._cannot_repeat = world.ranks.engine.cannot_repeat
         # Which of it has gradients of this optimizer, so that none are kept, and the step is discarded.
@@ -70,8 +61,6 @@ class SurvivingStep:
             )  # fmt: skip
         self._losses = self._losses._replace(told=len(self._survival.lost_ranks))
 
-    # -- parameters
-
     def add(self, added: Added) -> Description:
         """Adds parameters. Those on some devices cannot be averaged again: then no gradients are kept."""
         for param in added.params.values():
@@ -80,31 +69,7 @@ class SurvivingStep:
                 self._devices.add(param.device)
         return self._inner.add(added)
 
-    def drop_params(self, names: Collection[str]) -> None:
-        """Lets go of parameters, between two steps."""
-        self._inner.drop_params(names)
-
-    # -- the engine
-
-    @property
-    def open_links(self) -> Callable[[Group], Links]:
-        """Opens the links that the exchange asks for."""
-        return self._inner.open_links
-
-    def opened(self, cap_bytes: int | None) -> None:
-        """Plans the buckets for good."""
-        self._inner.opened(cap_bytes)
-
-    @property
-    def is_sending(self) -> bool:
-        """Whether collectives may be running."""
-        return self._inner.is_sending
-
     # -- in the order of a step
-
-    def begin(self) -> None:
-        """Begins a step, which can be taken back."""
-        self._inner.begin()
 
     def launch(self) -> None:
         """Sends full buckets during backward, unless a rank was lost, or this step will be discarded."""
@@ -117,10 +82,6 @@ class SurvivingStep:
             # The rest of backward is needed all the same: `finish` averages the gradients again.
             self._broken_by = error
             log.info("survive: a rank was lost during backward: %s", error)
-
-    def spoil(self) -> None:
-        """Gives up the step's averages."""
-        self._inner.spoil()
 
     def finish(self, update: Arrived | None, arrived: Arrived | None) -> None:
         """Ends the step with all ranks; where one is lost, again with those that are left.
@@ -288,44 +249,12 @@ class SurvivingStep:
         step.plan.weights.state = mark.weights
         step.plan.weights.end_step()
 
-    # -- around the optimizer's own step
-
-    def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
-        """Returns whether the ranks may step."""
-        return self._inner.agree_to_step(grad_scale, found_inf)
-
-    def stepping(self) -> AbstractContextManager[None]:
-        """A context around the optimizer's own step."""
-        return self._inner.stepping()
-
     def sit_out(self, average_of_active: bool) -> bool:
         """Takes part in a step of the other ranks. The loss of a rank in it is an error."""
         try:
             return self._inner.sit_out(average_of_active)
         finally:
             self._end_attempt()
-
-    def why_no_join(self) -> str:
-        """Any rank may join."""
-        return self._inner.why_no_join()
-
-    # -- what outlives it
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """A context that does nothing: all ranks have equal parameters."""
-        return self._inner.averaged()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the wrapped step."""
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the state of the wrapped step."""
-        self._inner.load_state_dict(state)
-
-    def consolidate(self, *, keeps: bool) -> None:
-        """Makes the next `state_dict` of the wrapped step that of all ranks, where ``keeps``."""
-        self._inner.consolidate(keeps=keeps)
 
     def carried_over(self, *, goes_on: bool) -> CarriedOver:
         """Returns what the wrapped step carries over, and the losses that were told of."""
