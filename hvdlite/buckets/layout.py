@@ -111,7 +111,6 @@ class Layout:
                 bucket.take_over(flat[: plan.numel])
 
     def expect(self) -> None:
-        """Starts a step in every bucket."""
         for bucket in self.buckets:
             bucket.expect()
 
@@ -164,7 +163,6 @@ class Layout:
         return sum(plan.numel * plan.dtype.itemsize for plan in plans)
 
     def drop_gradients(self) -> None:
-        """Sets every parameter's gradient to None."""
         for state in self.states.values():
             state.param.grad = None
 

@@ -98,7 +98,6 @@ class BucketPlan:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the whole buffer."""
         return self.weight_start + self.weight_slots
 
     @property
@@ -113,7 +112,6 @@ class BucketPlan:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the whole buffer."""
         return self.numel * self.dtype.itemsize
 
     def without(self, names: set[str]) -> BucketPlan:

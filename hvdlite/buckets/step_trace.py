@@ -71,7 +71,6 @@ class StepTrace:
         return self._recorder.span(self._steps, "synchronize")
 
     def stepped(self) -> None:
-        """Records the end of a step."""
         self.step += 1
         if self._recorder.is_on:
             began_ns, self._last_step_ns = self._last_step_ns, time.monotonic_ns()

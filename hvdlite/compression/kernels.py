@@ -149,15 +149,12 @@ class ScalingKernels:
         self._per = 16 // max(source.itemsize, out.itemsize)
 
     def scale_cast(self, source: Tensor, factor: float, out: Tensor) -> None:
-        """Launches the kernel of the function of this name."""
         self._launch("scale_cast", out.numel(), source.data_ptr(), out.data_ptr(), out.numel(), float(factor))
 
     def scale_by(self, tensor: Tensor, factor: Tensor) -> None:
-        """Launches the kernel of the function of this name."""
         self._launch("scale_by", tensor.numel(), tensor.data_ptr(), factor.data_ptr(), tensor.numel())
 
     def divide_by(self, tensor: Tensor, divisor: Tensor) -> None:
-        """Launches the kernel of the function of this name."""
         self._launch("divide_by", tensor.numel(), tensor.data_ptr(), divisor.data_ptr(), tensor.numel())
 
     def _launch(self, kernel: str, numel: int, *arguments: float) -> None:

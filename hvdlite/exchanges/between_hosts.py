@@ -146,15 +146,12 @@ class BetweenHosts(Exchange):
 
     @property
     def has_residuals(self) -> bool:
-        """Whether ranks have kept something of their gradients that was not sent yet."""
         return self._has_encoded
 
     def begin_step(self) -> None:
-        """Begins a step whose changes can be taken back."""
         self._residuals.begin_step()
 
     def end_step(self) -> None:
-        """Makes the changes of a step final."""
         self._residuals.end_step()
 
     def take_step_back(self) -> None:

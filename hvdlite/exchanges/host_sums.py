@@ -227,7 +227,6 @@ class HostSumExchange(BetweenHosts):
 
     @property
     def has_residuals(self) -> bool:
-        """Whether ranks have kept something of their gradients that was not sent yet."""
         return super().has_residuals and self._sum.keeps_residuals
 
     def _between(self, shard: Shard, links: Links, what: str) -> Iterator[Work]:

@@ -72,7 +72,6 @@ class LowRankExchange(BetweenHosts):
 
     @property
     def has_residuals(self) -> bool:
-        """Whether ranks have kept something of their gradients that was not sent yet."""
         # A rank that has no parameters in its shards has no count.
         made = max(self._steps.values(), default=None)
         return super().has_residuals and (made is None or made > self._form.start_step)
@@ -83,7 +82,6 @@ class LowRankExchange(BetweenHosts):
         self._before = dict(self._q), dict(self._steps), dict(self._marks)
 
     def end_step(self) -> None:
-        """Makes the changes of a step final."""
         super().end_step()
         self._before = None
 

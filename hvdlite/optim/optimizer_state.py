@@ -143,7 +143,6 @@ class _Standing:
     rest: dict[Any, Any]
 
     def give_to(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
-        """Replaces the optimizer's options and state by these."""
         filler = Filler(params)
         filler.give_options(optimizer, self.options)
         states = {params[number]: state for number, state in self.states.items()}
@@ -157,7 +156,6 @@ class _StateDict:
     value: Any
 
     def give_to(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
-        """Loads it into the optimizer."""
         with loading_in_place(optimizer):
             optimizer.load_state_dict(self.value)
 

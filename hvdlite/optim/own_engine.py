@@ -108,7 +108,6 @@ class OwnEngine:
 
     @property
     def is_world_closed(self) -> bool:
-        """Whether the world has been shut down."""
         return self._world is not None and self._world.is_closed
 
     @property
@@ -137,7 +136,6 @@ class OwnEngine:
         self._registry.open_later(self._opening)
 
     def taken_number(self) -> int:
-        """Returns the optimizer's number in this world, which it takes now if it has none."""
         if self._opening is None:
             self.take_number()
         number = self.number
@@ -200,7 +198,6 @@ class OwnEngine:
             return True
 
     def unpin(self) -> None:
-        """Undoes one `pin`."""
         with self._pinning:
             self._pins -= 1
         self._give_back()
@@ -246,7 +243,6 @@ class OwnEngine:
     # -- for ranks that join
 
     def progress(self) -> StepStatus:
-        """Returns how far the current step is; see `StepStatus`. Any thread may call it."""
         return self._user.step.plan.progress()
 
     def sit_out(self, average_of_active: bool) -> bool:

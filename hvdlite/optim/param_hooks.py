@@ -48,13 +48,11 @@ class ParamHooks:
         self._handles |= {param: listen(param, on_gradient) for param in params if can_have_gradient(param.dtype)}
 
     def stop(self, params: Iterable[Tensor]) -> None:
-        """Removes the hooks of these parameters."""
         for param in params:
             if (hook := self._handles.pop(param, None)) is not None:
                 hook.remove()
 
     def remove(self) -> None:
-        """Removes all hooks."""
         self.stop(list(self._handles))
 
 

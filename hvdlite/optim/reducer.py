@@ -139,13 +139,11 @@ class Reducer(GradientListener):
         self.step.plan.take_over(buffers, connection.group.engine)
 
     def engine_plan(self) -> EnginePlan:
-        """Returns what is to be done with the engine when it opens."""
         added = self.step.plan.added
         tune = self.tuning.tune(added, self.engine.ranks.hosts, self.settings.cap_bytes)
         return EnginePlan(self.tuning.arguments, self.step.open_links, tune, first_gpu(added))
 
     def opened(self, cap_bytes: int | None) -> None:
-        """Called when the engine is open, with autotune's choice."""
         if cap_bytes is not None:
             self.tuning.note_choice(self.engine.ranks.hosts)
             self.settings = replace(self.settings, cap_bytes=cap_bytes)
@@ -282,7 +280,6 @@ class Reducer(GradientListener):
         self.step.plan.weights.begin_backward()
 
     def begin_step(self) -> None:
-        """Begins a step in the current world."""
         self.follow_world()
         self.engine.ranks.require_open("averaging gradients")
         weights = self.step.plan.weights
@@ -331,7 +328,6 @@ class Reducer(GradientListener):
 
     @property
     def name(self) -> str:
-        """The optimizer's name in messages, equal on all ranks."""
         return self._world.trace.optimizer
 
     def require_nothing_pending(self, action: str, way_out: str) -> None:

@@ -48,13 +48,11 @@ class AdasumStep(StatelessStep):
     # -- parameters
 
     def add(self, added: Added) -> Description:
-        """Adds parameters, behind the existing ones."""
         description, plans = self.plan.add(added)
         self._buckets += _deltas_of(plans, added.params)
         return description
 
     def drop_params(self, names: Collection[str]) -> None:
-        """Lets go of parameters, between two steps."""
         plans = self.plan.drop(names)
         self._buckets = _deltas_of(plans, {name: p for added in self.plan.added for name, p in added.params.items()})
 

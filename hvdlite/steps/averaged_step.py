@@ -69,7 +69,6 @@ class AveragedStep(StatelessStep):
         return description
 
     def drop_params(self, names: Collection[str]) -> None:
-        """Lets go of parameters, between two steps."""
         self.plan.drop(names)
 
     # -- the engine
@@ -87,13 +86,11 @@ class AveragedStep(StatelessStep):
 
     @property
     def is_sending(self) -> bool:
-        """Whether collectives may be running."""
         return self._state.is_in_step
 
     # -- inside backward
 
     def begin(self) -> None:
-        """Begins a step, before its first gradient is taken."""
         # Without another optimizer no gradients are surplus, and no step is taken back.
         has_several = self._world.reducers.has_several
         if self._always_takes_back or has_several:
@@ -110,21 +107,19 @@ class AveragedStep(StatelessStep):
             point("backward")
 
     def spoil(self) -> None:
-        """Gives up the step's averages."""
         self._state.phase = StepPhase.SPOILT
         self.plan.layout.give_up()
 
     # -- the end of a step
 
     def finish(self, update: Arrived | None, arrived: Arrived | None) -> None:
-        """Waits for all ranks, and leaves the averages in ``param.grad``."""
         try:
             self.attempt(update, arrived)
         finally:
             self.plan.exchange.end_step()
 
     def attempt(self, update: Arrived | None, arrived: Arrived | None) -> None:
-        """Does the same, and leaves what the exchange has changed to be taken back."""
+        """Does what `finish` does, and leaves what the exchange has changed to be taken back."""
         # Buckets that are not full are launched here and not at the end of backward. In between, ranks may wait for
         # each other in other collectives, and only some of them may have full buckets.
         state, layout = self._state, self.plan.layout
@@ -221,13 +216,11 @@ class AveragedStep(StatelessStep):
         self.end()
 
     def leave_world(self) -> None:
-        """Gives up the step, since its world has been shut down."""
         self.leave()
 
     # -- a step whose averages all ranks drop
 
     def drop(self) -> None:
-        """Finishes the step on all ranks, and drops its averages."""
         with self.dropping():
             self.finish_dropped()
             # Nor does the exchange keep a part of what is dropped.

@@ -98,5 +98,4 @@ class OuterStep(WrappingStep):
         self.outer.load_state_dict(state)
 
     def consolidate(self, *, keeps: bool) -> None:
-        """Makes the next `state_dict` that of all ranks, where ``keeps``. Every rank must call it; it waits for all."""
         self.outer.consolidate(keeps=keeps)

@@ -194,7 +194,6 @@ class SurvivingStep(WrappingStep):
                 self._end_attempt()
 
     def leave(self) -> None:
-        """Ends the step, of which nothing is averaged, or gives it up."""
         self._inner.leave()
         self._end_attempt()
 

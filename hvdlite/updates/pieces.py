@@ -82,7 +82,6 @@ class ParameterPiece:
 
     @property
     def name(self) -> str:
-        """The parameter's name."""
         return self._spec.name
 
     def of(self, flat: Tensor) -> Tensor:

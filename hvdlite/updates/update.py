@@ -42,7 +42,6 @@ class WholeUpdate:
         return self._optimizer.step() if closure is None else self._optimizer.step(closure)
 
     def state_dict(self, *, whole_for: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the optimizer's state dict."""
         return self._optimizer.state_dict(), {}
 
     def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
