@@ -70,7 +70,7 @@ class EnginePlan:
     chooses the bucket cap. ``device`` is the GPU of the parameters, or None.
     """
 
-    arguments: Arguments | None
+    arguments: Arguments
     open_links: Callable[[Group], Links]
     tune: Tune | None
     device: torch.device | None
@@ -145,8 +145,7 @@ class Opening:
 
     def _run(self, execution: Execution) -> Opened:
         among, plan = execution.group, self._plan
-        if plan.arguments is not None:
-            _require_same_arguments(among, plan.arguments)
+        _require_same_arguments(among, plan.arguments)
         require_same_model(among, self._description)
         member = self._member()
         if member is not None:

@@ -51,10 +51,11 @@ from .arguments import (
 )
 from .autotune import tuned_cap
 from .averaging_optimizer import AveragingOptimizer
+from .opening import Arguments
 from .optimizer_state import is_plain_optimizer, params_of
 from .own_engine import Connection
 from .reducer import Reducer
-from .tuning import Described
+from .tuning import TuneNamed
 
 # The fastest of 1 to 64 MiB by a few per cent, measured with two ranks over gloo on a 25 M-parameter MLP and on a
 # ResNet of many small tensors.
@@ -217,10 +218,11 @@ class DistributedOptimizer(AveragingOptimizer):
         passes = check_positive_int(backward_passes_per_step, "backward_passes_per_step")
         named = check_trained(check_named_parameters(optimizer, named_parameters))
         named_groups = check_groups(groups_of(num_groups, groups), named)
-        reducer = Reducer(partial(_connection_of, process_set, settings), passes)
+        is_tuned_here = lambda: tunes and _is_member(process_set)  # noqa: E731 - a def takes three lines
+        describe = partial(_describe, passes, named_groups, is_tuned_here)
+        reducer = Reducer(partial(_connection_of, process_set, settings), describe, passes)
         try:
             with reducer.engine.only_one_thread():
-                _compare_and_tune(reducer, named_groups, is_tuned_here=lambda: tunes and _is_member(process_set))
                 self._connect(reducer, named, named_groups, claims=True)
         except BaseException:
             reducer.close()
@@ -272,8 +274,9 @@ class DistributedOptimizer(AveragingOptimizer):
         params = params_of(self._optimizer)
         named = [(name, params[place]) for name, place in pickled["named_places"]]
         connect = partial(_connection_of, global_process_set, pickled["settings"])
-        reducer = Reducer(connect, pickled["backward_passes_per_step"])
-        _compare_and_tune(reducer, pickled["groups"], is_tuned_here=lambda: pickled["autotune"])
+        passes = pickled["backward_passes_per_step"]
+        describe = partial(_describe, passes, pickled["groups"], lambda: pickled["autotune"])
+        reducer = Reducer(connect, describe, passes)
         self._connect(reducer, named, pickled["groups"], claims=False)
         # The last two are not there in what earlier versions have pickled.
         reference = pickled.get("weight_reference", FIRST_REFERENCE)
@@ -282,34 +285,28 @@ class DistributedOptimizer(AveragingOptimizer):
         reducer.step.load_state_dict(pickled["outer_state"])
 
 
-def _compare_and_tune(
-    reducer: Reducer,
+def _describe(
+    passes: int,
     groups: Sequence[Sequence[str]],
-    *,
     is_tuned_here: Callable[[], bool],
-) -> None:
-    """Prepares the comparison of arguments, and autotune, for when the ranks of a world open the engine.
+    settings: Settings,
+    exchange: Exchange,
+) -> tuple[Arguments, TuneNamed | None]:
+    """Returns the arguments that the ranks of a world compare when they open the engine, and autotune, or None.
 
     ``is_tuned_here`` returns whether this rank takes part in autotune in the current world.
     """
-    passes = reducer.state.passes_per_step
-
-    def describe(settings: Settings, exchange: Exchange) -> Described:
-        tunes = is_tuned_here()
-        arguments = {
-            **settings.compared(exchange),
-            "backward_passes_per_step": repr(passes),
-            "groups": repr(groups),
-            "autotune": repr(tunes),
-        }
-        if not tunes:
-            return arguments, None
-        environment = current_world().environment if is_initialized() else Environment()
-        tune = partial(tuned_cap, settings=settings, groups=groups, path=environment.autotune_log)
-        return arguments, tune
-
-    reducer.tuning.describe = describe
-    reducer.tuning.enter(reducer.settings, reducer.step.plan.exchange)
+    tunes = is_tuned_here()
+    arguments = {
+        **settings.compared(exchange),
+        "backward_passes_per_step": repr(passes),
+        "groups": repr(groups),
+        "autotune": repr(tunes),
+    }
+    if not tunes:
+        return arguments, None
+    environment = current_world().environment if is_initialized() else Environment()
+    return arguments, partial(tuned_cap, settings=settings, groups=groups, path=environment.autotune_log)
 
 
 def _is_member(process_set: object) -> bool:

@@ -42,7 +42,7 @@ from .opening import EnginePlan
 from .own_engine import Connection, OwnEngine, step_world
 from .param_hooks import GradientListener, ParamHooks, listeners_of
 from .surplus import PendingKind, SurplusGradients
-from .tuning import Tuning
+from .tuning import Describe, Tuning
 
 # Returns autograd's number of the current backward pass. A global, since it is called for every gradient.
 number_of_backward = torch._C._current_graph_task_id
@@ -68,7 +68,7 @@ class Reducer(GradientListener):
     engine: OwnEngine
     """The engine between the ranks of the current world."""
 
-    def __init__(self, connect: Callable[[], Connection], backward_passes_per_step: int = 1) -> None:
+    def __init__(self, connect: Callable[[], Connection], describe: Describe, backward_passes_per_step: int) -> None:
         """``connect`` returns the ranks of the current world, or raises NotInitializedError if there is none."""
         self._connect = connect
         self.state = StepState(backward_passes_per_step)
@@ -77,9 +77,10 @@ class Reducer(GradientListener):
         self._lock = threading.RLock()
         self._hooks = ParamHooks(self)
         self._has_all_averages = False
-        self.tuning = Tuning()
+        self.tuning = Tuning(describe)
         """What the ranks compare of its arguments, and autotune's choice."""
         self._enter(connect(), None, CarriedOver())
+        self.tuning.enter(self.settings, self.step.plan.exchange)
         self.exchange_state = ExchangeState(self.step.plan.exchange)
         """What the exchange keeps of gradients, in all worlds."""
         forks.when_forked(self)

@@ -26,17 +26,16 @@ class TuneNamed(Protocol):
     def __call__(self, group: Group, /, *, named: Sequence[tuple[str, Tensor]]) -> int: ...
 
 
-# The arguments that the ranks compare, and autotune, or None.
-Described = tuple[Arguments, TuneNamed | None]
+# Returns, for a world's settings and exchange, the arguments that the ranks compare, and autotune, or None.
+Describe = Callable[[Settings, Exchange], tuple[Arguments, TuneNamed | None]]
 
 
 class Tuning:
     """One optimizer's arguments as the ranks of a world compare them, and autotune's choice, in all worlds."""
 
-    def __init__(self) -> None:
-        self.describe: Callable[[Settings, Exchange], Described] | None = None
-        """Returns, for a world's settings and exchange, what the ranks compare and tune. None: nothing."""
-        self.arguments: Arguments | None = None
+    def __init__(self, describe: Describe) -> None:
+        self._describe = describe
+        self.arguments: Arguments = {}
         """What the ranks of this world compare."""
         self._tune: TuneNamed | None = None
         # The hosts of the ranks that the cap was last chosen for.
@@ -44,8 +43,7 @@ class Tuning:
 
     def enter(self, settings: Settings, exchange: Exchange) -> None:
         """Describes a world: a rank that was outside the process set may be in it now."""
-        if self.describe is not None:
-            self.arguments, self._tune = self.describe(settings, exchange)
+        self.arguments, self._tune = self._describe(settings, exchange)
 
     @property
     def is_due(self) -> bool:
