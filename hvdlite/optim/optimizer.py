@@ -213,7 +213,6 @@ class DistributedOptimizer(AveragingOptimizer):
         if survival is not None:
             has_all_ranks = process_set is global_process_set
             check_survivable(settings, has_all_ranks=has_all_ranks, others_share=survival.optimizers_share)
-            survival.optimizers_share = shard is not None
         self._given_settings, self._given_compression, self._given_process_set = settings, compression, process_set
         passes = check_positive_int(backward_passes_per_step, "backward_passes_per_step")
         named = check_trained(check_named_parameters(optimizer, named_parameters))
@@ -227,6 +226,8 @@ class DistributedOptimizer(AveragingOptimizer):
         except BaseException:
             reducer.close()
             raise
+        if survival is not None:
+            survival.optimizers_share = shard is not None
         if survival is not None and shard is not None and reducer.engine.ranks.rank == 0:
             log.warning(
                 "survive: steps of %s (%s, shard=%r) do not go on without a lost rank, since its part of the "

@@ -76,6 +76,16 @@ def test_no_optimizer_shares_its_state_beside_one_that_survives(monkeypatch):
     run_survivors(monkeypatch, ["a", "a"], program)
 
 
+def test_an_optimizer_that_could_not_be_wrapped_decides_about_no_other(monkeypatch):
+    def program(rank: int) -> type:
+        inner = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
+        with pytest.raises(ValueError, match="groups should be"):
+            hvd.DistributedOptimizer(inner, groups=-1, shard="host")
+        return type(hvd.DistributedOptimizer(inner)._reducer.step)
+
+    assert run_survivors(monkeypatch, ["a", "a"], program) == {0: SurvivingStep, 1: SurvivingStep}
+
+
 def test_the_step_of_a_new_world_is_another_with_the_same_parameters():
     def rank(generations: Iterator[int]) -> list[float]:
         param, optimizer, steps = nn.Parameter(torch.zeros(2)), None, []
