@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -51,32 +51,6 @@ class NotSent(Protocol):
         ...
 
 
-class HostSum(Protocol):
-    """Sums values over hosts, in stages. All ranks take equally many."""
-
-    @property
-    def keeps_residuals(self) -> bool:
-        """Whether there are residuals once something was sent, on every rank."""
-        ...
-
-    def stages(
-        self,
-        values: Tensor,
-        start: int,
-        kept: NotSent,
-        across: Sequence[Group],
-        what: str,
-        factor: Callable[[], float] = lambda: 1.0,
-    ) -> Iterator[Work]:
-        """Launches the collective of each stage and yields its work; at the end ``values`` are the sums.
-
-        ``values``, of shape ``(numel,)``, begin at ``start`` of those that ``kept`` knows. ``across`` has two groups of
-        the same ranks, or one if these are two ranks. The sums may be multiplied by ``factor``, which is called once
-        all ranks have begun; a sum that does not multiply does not call it.
-        """
-        ...
-
-
 class EncodedSum:
     """Sums in the format of a codec."""
 
@@ -87,6 +61,7 @@ class EncodedSum:
         """
         self._codec = codec
         self.keeps_residuals = codec.error_feedback
+        """Whether there are residuals once something was sent, on every rank."""
         self._reuses_wires = reuses_wires
         # By name: the wires of two hosts, one after the other in the order of their ranks.
         self._wires: dict[str, Tensor] = {}
@@ -100,6 +75,12 @@ class EncodedSum:
         what: str,
         factor: Callable[[], float] = lambda: 1.0,
     ) -> Iterator[Work]:
+        """Launches the collective of each stage and yields its work; at the end ``values`` are the sums.
+
+        ``values``, of shape ``(numel,)``, begin at ``start`` of those that ``kept`` knows. ``across`` has two groups of
+        the same ranks, or one if these are two ranks. The sums are multiplied by ``factor``, which is called once all
+        ranks have begun.
+        """
         first, codec = across[0], self._codec
         if first.size == 2:
             yield from self._swap(values, start, kept, first, what, factor)
@@ -189,6 +170,7 @@ class LargestSum:
         what: str,
         factor: Callable[[], float] = lambda: 1.0,
     ) -> Iterator[Work]:
+        """Does as `EncodedSum.stages`, but does not multiply: it does not call ``factor``."""
         form, group = self._form, across[0]
         residual = kept.residual(OWN, values, start)
         wanted = form.added(values, residual)
@@ -211,6 +193,10 @@ class LargestSum:
         # Only now, since no rank uses what was sent where another one had something that is not finite, or where a sum
         # is too large for the values' dtype.
         replace_if_finite(residual, wanted, values)
+
+
+# Sums values over hosts, in stages. All ranks take equally many.
+HostSum: TypeAlias = EncodedSum | LargestSum
 
 
 def host_sum(form: Codec | TopK, *, reuses_wires: bool) -> HostSum:
