@@ -217,7 +217,8 @@ class HvdliteStrategy(_ParallelStrategy):  # type: ignore[misc]  # of type Any: 
     def setup(self, trainer: Any) -> None:
         if trainer.state.fn == _fitting:
             if isinstance(self._layer_sync, _TorchSyncBatchNorm):
-                self._batch_norms = _batch_norms_of(self.model)
+                modules = self.model.named_modules()
+                self._batch_norms = {name: layer for name, layer in modules if isinstance(layer, _BatchNorm)}
                 self.model = SyncBatchNorm.convert_sync_batchnorm(self.model)
             elif self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self.model)
@@ -348,10 +349,6 @@ def _check_arguments(given: dict[str, Any]) -> None:
             raise TypeError(f"HvdliteStrategy(): {name} cannot be given: {decided[name]}")
         if name not in known:
             raise TypeError(f"HvdliteStrategy(): {name!r} is no argument of it, nor of hvd.DistributedOptimizer")
-
-
-def _batch_norms_of(model: torch.nn.Module) -> dict[str, _BatchNorm]:
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
 
 
 def _restore(model: torch.nn.Module | None, layers: dict[str, _BatchNorm]) -> None:

@@ -68,9 +68,6 @@ class Scaling:
         return 1.0 / divisor if divisor & (divisor - 1) == 0 else None
 
 
-AS_IT_IS = Scaling()
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The arguments by which gradients are combined, equal on every rank."""
@@ -131,7 +128,7 @@ class Settings:
     def scaling_of_wire(self, dtype: torch.dtype, size: int) -> Scaling:
         """Returns the same for gradients that are sent in this dtype."""
         if self.op is not Average or size == 1:
-            return AS_IT_IS
+            return Scaling()
         predivide = self.gradient_predivide_factor
         if predivide == 1.0 and is_narrow(dtype):
             # Scaled before the sum, so that the sum does not overflow unless its terms do.

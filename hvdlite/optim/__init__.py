@@ -5,7 +5,7 @@
 
 Modules import only what stands before them:
 
-    opening < tuning < own_engine < param_hooks < surplus < reducer < autotune < arguments < followed_groups
+    opening < own_engine < param_hooks < surplus < reducer < autotune < arguments < followed_groups
         < optimizer_proxy < fill_tensors < optimizer_state < step_by_bucket < averaging_optimizer
         < optimizer < checkpoint_file < checkpoint
 """

@@ -33,8 +33,6 @@ from ..ops.reduction import DTYPES
 from ..ops.sendable import check_sendable, check_writable
 from ..values import MOST, real_number, shown, whole_number
 
-MEBIBYTE = 2**20
-
 Named = list[tuple[str, Tensor]]
 
 
@@ -232,7 +230,7 @@ def check_cap(bucket_cap_mb: float | None, threshold_bytes: int | None, default_
             f"bucket_cap_mb={shown(bucket_cap_mb)} is not a positive number of MiB: pass one, such as 16, of {MOST} at "
             "most"
         )
-    return max(1, int(number * MEBIBYTE))
+    return max(1, int(number * 2**20))
 
 
 def check_exchange(

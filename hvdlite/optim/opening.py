@@ -1,5 +1,6 @@
 """
 `Opening`: opens an optimizer's own engine between its ranks, at its first use rather than when it is constructed.
+`Tuning`: what the ranks compare of the optimizer's arguments then, and the bucket cap that autotune has chosen.
 
     constructor: claims a number ── first step of any optimizer, or a join: begins all openings ── _run ── wait
                                      _run: compares arguments and models, opens the engine, tunes the bucket cap
@@ -12,20 +13,25 @@ whatever order ranks first use them. The work is an operation of the controller,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 from weakref import ref
 
 import torch
+from torch import Tensor
 
-from ..buckets.exchange import Links
+from ..buckets.exchange import Exchange, Links
 from ..buckets.plan import Description, first_difference
+from ..buckets.settings import Settings
 from ..calls.generation import ReducerRegistry, SitsOut
 from ..calls.handle import Handle
 from ..calls.operation import OPTIMIZER, Execution, Operation
 from ..comm.group import Group
 from ..errors import MismatchError
+from ..steps.step_world import Added
 
 Submit = Callable[[Group, Operation], Handle]
 """Submits an operation, which runs once all ranks of the group have submitted it: `submit` of a controller."""
@@ -74,6 +80,50 @@ class EnginePlan:
     open_links: Callable[[Group], Links]
     tune: Tune | None
     device: torch.device | None
+
+
+class TuneNamed(Protocol):
+    """Autotune's function that chooses the cap, in bytes, for these parameters. It waits for all ranks."""
+
+    def __call__(self, group: Group, /, *, named: Sequence[tuple[str, Tensor]]) -> int: ...
+
+
+# Returns, for a world's settings and exchange, the arguments that the ranks compare, and autotune, or None.
+Describe = Callable[[Settings, Exchange], tuple[Arguments, TuneNamed | None]]
+
+
+class Tuning:
+    """One optimizer's arguments as the ranks of a world compare them, and autotune's choice, in all worlds."""
+
+    def __init__(self, describe: Describe) -> None:
+        self._describe = describe
+        self.arguments: Arguments = {}
+        """What the ranks of this world compare."""
+        self._tune: TuneNamed | None = None
+        # The hosts of the ranks that the cap was last chosen for.
+        self._tuned_for: tuple[str, ...] | None = None
+
+    def enter(self, settings: Settings, exchange: Exchange) -> None:
+        """Describes a world: a rank that was outside the process set may be in it now."""
+        self.arguments, self._tune = self._describe(settings, exchange)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether autotune is on and has not chosen a cap yet."""
+        return self._tune is not None and self._tuned_for is None
+
+    def tune(self, added: Iterable[Added], hosts: tuple[str, ...], cap_bytes: int) -> Tune | None:
+        """Returns autotune for these parameters, or None if it is off.
+
+        It knows ``cap_bytes``, that of this or an earlier world, if it was chosen for ranks on these ``hosts``.
+        """
+        named = [pair for each in added for pair in each.params.items()]
+        known = cap_bytes if self._tuned_for == hosts else None
+        return None if self._tune is None else Tune(partial(self._tune, named=named), known)
+
+    def note_choice(self, hosts: tuple[str, ...]) -> None:
+        """Notes that the cap was chosen for ranks on these hosts."""
+        self._tuned_for = hosts
 
 
 class Opening:

@@ -51,11 +51,10 @@ from .arguments import (
 )
 from .autotune import tuned_cap
 from .averaging_optimizer import AveragingOptimizer
-from .opening import Arguments
+from .opening import Arguments, TuneNamed
 from .optimizer_state import is_plain_optimizer, params_of
 from .own_engine import Connection
 from .reducer import Reducer
-from .tuning import TuneNamed
 
 # The fastest of 1 to 64 MiB by a few per cent, measured with two ranks over gloo on a 25 M-parameter MLP and on a
 # ResNet of many small tensors.

@@ -38,11 +38,10 @@ from ..steps.step import Arrived, Step
 from ..steps.step_choice import step_of
 from ..steps.step_state import UNDER_WAY, StepPhase, StepState
 from ..steps.step_world import Added, Buffers, CarriedOver, first_gpu
-from .opening import EnginePlan
+from .opening import Describe, EnginePlan, Tuning
 from .own_engine import Connection, OwnEngine, step_world
 from .param_hooks import GradientListener, ParamHooks, listeners_of
 from .surplus import PendingKind, SurplusGradients
-from .tuning import Describe, Tuning
 
 # Returns autograd's number of the current backward pass. A global, since it is called for every gradient.
 number_of_backward = torch._C._current_graph_task_id
