@@ -98,10 +98,9 @@ class DividedState:
     def _name(self) -> str:
         return self._averages.name
 
-    def _present(self) -> list[ParameterPiece]:
-        """Returns this rank's pieces of parameters that are still there. New buckets are divided in the next step."""
-        ids = {id(state.param) for state in self._averages.step.plan.layout.states.values()}
-        return [piece for piece in self.ownership.own if id(piece.param) in ids]
+    def _present(self) -> set[int]:
+        """Returns the `id` of each parameter that is in the groups. Buckets follow these only in the next step."""
+        return {id(param) for group in self._optimizer.param_groups for param in group["params"]}
 
     # -- in the world and the buckets that there are now
 
@@ -219,9 +218,10 @@ class DividedState:
 
         Raises ValueError with the name ``whole_for``, of what needs all of it, if that is not there.
         """
-        optimizer = self._optimizer
+        optimizer, present = self._optimizer, self._present()
         if self._whole is not None:
-            with showing(optimizer, {**self._others(), **self._whole}):
+            whole = {param: state for param, state in self._whole.items() if id(param) in present}
+            with showing(optimizer, {**self._others(), **whole}):
                 return optimizer.state_dict(), {}
         if not self.holds_parts:
             with showing(optimizer, {key: value for key, value in optimizer.state.items() if value}):
@@ -233,8 +233,8 @@ class DividedState:
             )
         parts = {
             piece.name: [piece.start, piece.stop, dict(optimizer.state[piece.tensor])]
-            for piece in self._present()
-            if optimizer.state.get(piece.tensor)
+            for piece in self.ownership.own
+            if id(piece.param) in present and optimizer.state.get(piece.tensor)
         }
         if parts and not self._has_told:
             self._has_told = True
@@ -263,7 +263,8 @@ class DividedState:
             return
         plan, ownership, parts = self._averages.step.plan, self.ownership, own["parts"].items()
         sharers, keys = plan.sharers, {(name, start, stop) for name, (start, stop, _) in parts}
-        piece_of = {(piece.name, piece.start, piece.stop): piece for piece in self._present()}
+        present = self._present()
+        piece_of = {(each.name, each.start, each.stop): each for each in ownership.own if id(each.param) in present}
         if ownership.sharers != sharers or not keys <= piece_of.keys():
             ownership = Ownership(plan.layout.buckets, sharers)
             piece_of = {(piece.name, piece.start, piece.stop): piece for piece in ownership.own}

@@ -326,6 +326,24 @@ def test_a_rank_loads_its_own_part_right_after_a_step_in_which_parameters_went()
     run_ranks(2, train, engine="shared memory")
 
 
+def test_a_state_has_nothing_of_a_parameter_that_has_just_gone():
+    def train(group: Group) -> int:
+        stays, goes = (nn.Parameter(torch.ones(100)) for _ in range(2))
+        inner = torch.optim.AdamW([("stays", stays), ("goes", goes)])
+        optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), shard="world")
+        ((stays + goes) * (group.rank + 1)).sin().sum().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["params"][:] = [stays]
+        optimizer.param_groups[0]["param_names"][:] = ["stays"]
+        parts = optimizer.state_dict()["hvdlite"]["shard"]["parts"]
+        assert set(parts) <= {"stays"}
+        optimizer.consolidate_state_dict(to=None)
+        assert list(optimizer.state_dict()["state"]) == [0]
+        return len(parts)
+
+    assert sum(run_ranks(2, train, engine="shared memory")) > 0
+
+
 class PerParameter(torch.optim.SGD):
     """Divides each gradient by its norm, as LARS does: a part of a parameter would give something else."""
 
