@@ -8,7 +8,7 @@ The built-in exchanges whose wires are summed.
     SingleRank           does nothing, for a single rank
 
 `exchange_choice` makes one for an optimizer; `in_flight` and `adasum_step` call it for each bucket. Sparse gradients
-use none of these: see `sparse_gather`. `encoded` has the exchange for formats that cannot be summed.
+use none of these: see `sparse_gather`. `host_sums` has the exchange for formats that cannot be summed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """
 `Residuals`: what a rank could not send of its gradients, by the names of parameters, until it is added to later ones.
 
-`encoded` and `low_rank_exchange` take those of a bucket, or of its part, and change them in place. Where a step may be
+`host_sums` and `low_rank_exchange` take those of a bucket, or of a part, and change them in place. Where a step may be
 taken back (``--survive``), they are copied before that.
 
-A rank has residuals of what it sends between hosts: with several ranks on each host, of its shard of each bucket. With
-other ranks, the shards are others. What a rank then has of the shards of others is its *rest*: `between_hosts` adds it
-to the gradients before they are summed within the host, so that it comes to the rank that sends them.
+A rank has residuals of what it sends between hosts: with several ranks on each host, of its shard of each bucket. When
+the ranks change, shards are cut anew. Residuals of elements outside of a rank's new shard are its *rest*:
+`between_hosts` adds it to the gradients before they are summed within the host, so that it comes to the rank that sends
+them.
 """
 
 from __future__ import annotations

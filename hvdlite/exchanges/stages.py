@@ -3,9 +3,9 @@
 
     generator: compute ── yield a Work ── compute ── yield another ── ...      one for each bucket, all of equal length
 
-`encoded` makes the generators. A stage of a bucket runs once the collective before it is done, and once the same stage
-has run for the bucket before. So every rank launches the collectives of each stage in the order of the buckets. If each
-stage has an engine of its own, they pair up, and the stages of several buckets overlap.
+`between_hosts` and `outer_steps` make the generators. A stage of a bucket runs once the collective before it is done,
+and once the same stage has run for the bucket before. So every rank launches the collectives of each stage in the order
+of the buckets. If each stage has an engine of its own, they pair up, and the stages of several buckets overlap.
 """
 
 from __future__ import annotations

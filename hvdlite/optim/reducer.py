@@ -122,7 +122,7 @@ class Reducer(GradientListener):
         except NotInitializedError:
             # The next collective raises an error that says so.
             return
-        # Whether each world since this one has had only ranks of this one, which came to it within a step.
+        # Whether ranks were only lost since this world: none has come, and all left it within one step.
         goes_on = connection.survival is not None and connection.survival.beginnings == self._beginnings
         if is_in_step := self.state.is_in_step:
             self.step.leave_world()

@@ -287,8 +287,8 @@ class OuterSteps:
     def showing_anchor(self) -> Iterator[None]:
         """A context in which the parameters are the anchor, equal on all ranks.
 
-        Those that no step has used and no checkpoint had have none, and stay as they are. The ranks of a host must call
-        it together. It waits for no other host.
+        Parameters without an anchor (never stepped, and in no checkpoint) stay as they are. The ranks of a host must
+        call it together. It waits for no other host.
         """
         buckets = [bucket for bucket in self._buckets if bucket.anchor is not None]
         if self._is_shown or not buckets:

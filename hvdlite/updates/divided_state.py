@@ -34,7 +34,7 @@ from .pieces import ParameterPiece, check_whole, gather_states, joined, pieces_o
 
 
 class SharedAverages(Protocol):
-    """The `Reducer`, as what ranks share uses it."""
+    """The `Reducer`, as `DividedState` and `ShardedUpdate` use it."""
 
     @property
     def step(self) -> Step:
@@ -50,16 +50,16 @@ class SharedAverages(Protocol):
 
 
 class Ownership:
-    """The pieces of all ranks in some buckets; without buckets that of a rank that shares with nobody yet."""
+    """Which rank updates which pieces of some buckets. By default there are none: nothing has been divided yet."""
 
     def __init__(self, buckets: Sequence[Bucket] = (), sharers: RankAndSize | None = None) -> None:
         self.buckets = list(buckets)
         self.sharers = RankAndSize() if sharers is None else sharers
-        """Of which rank `own` are, of how many."""
+        """This rank among those that share the work, and how many there are."""
         self.pieces = [[pieces_of(bucket, rank) for rank in range(self.sharers.size)] for bucket in buckets]
-        """For each bucket a list for each rank."""
+        """By bucket and rank."""
         self.own = [piece for of_ranks in self.pieces for piece in of_ranks[self.sharers.rank]]
-        """This rank's."""
+        """This rank's pieces of all buckets."""
 
     def owners(self) -> dict[int, list[tuple[int, int, int]]]:
         """Returns which ranks have which elements of a parameter, by its `id`."""
@@ -170,7 +170,7 @@ class DividedState:
         self.ownership = ownership
 
     def _there(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns a state in CPU memory where the optimizer keeps that of this parameter."""
+        """Returns a state from CPU memory with its tensors on the devices where the optimizer keeps them."""
         group = next((each for each in self._optimizer.param_groups if any(p is param for p in each["params"])), {})
         # As in torch.optim.Optimizer.load_state_dict.
         stays = () if group.get("capturable") or group.get("fused") else ("step",)
@@ -183,14 +183,14 @@ class DividedState:
         return [each.param for bucket in self.ownership.buckets for each in bucket.states]
 
     def _whole_states(self) -> list[tuple[Tensor, ParameterPiece | None]]:
-        """Returns parameters of whose state this rank has all, and should have its piece's alone; and that piece."""
+        """Returns the parameters whose whole state this rank has and should not have, each with its piece, if any."""
         piece_of = {id(piece.param): piece for piece in self.ownership.own}
         # Not those of which the program has only asked for the state, which makes an empty one.
         having = [(param, piece_of.get(id(param))) for param in self._params() if self._optimizer.state.get(param)]
         return [(param, piece) for param, piece in having if piece is None or not piece.is_whole]
 
     def _take_in(self) -> None:
-        """Keeps a copy of this rank's part of states of whole parameters, as a checkpoint has them, and no other."""
+        """Replaces the states of whole parameters, as a checkpoint has them, by copies of this rank's part."""
         state = self._optimizer.state
         for param in self._params() if self._gone else ():
             if param in self._gone:
@@ -249,7 +249,7 @@ class DividedState:
         return state, {"scope": self._shard.scope, "rank": sharers.rank, "size": sharers.size, "parts": parts}
 
     def _others(self) -> dict[Any, Any]:
-        """Returns what the optimizer's state has of no parameter."""
+        """Returns the entries of the optimizer's state whose keys are not parameters."""
         return {key: value for key, value in self._optimizer.state.items() if not isinstance(key, Tensor)}
 
     def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
