@@ -69,7 +69,9 @@ class Sharing:
 
     def divider(self, size: int) -> Divide:
         """Returns what divides the plans of one layout among ``size`` ranks."""
-        return partial(by_slice, size) if self.slices else ByParameter(size, is_cubic=self.is_cubic).divide
+        if self.slices:
+            return partial(by_slice, size)
+        return ByParameter(size, is_cubic=self.is_cubic).divide
 
 
 @dataclass(frozen=True, slots=True)
