@@ -142,11 +142,8 @@ class State:
         """
         told_at = changed_at = self._last_updated_timestamp
         updates = HostUpdates.NONE
-        while True:
-            try:
-                timestamp, update = self._host_messages.get_nowait()
-            except queue.Empty:
-                break
+        while not self._host_messages.empty():
+            timestamp, update = self._host_messages.get_nowait()
             if timestamp > changed_at:
                 changed_at = timestamp
                 updates |= HostUpdates(update)

@@ -90,8 +90,8 @@ class AllReduce(_OverAllRanks):
         cast = self._cast_of(gradients.plan)
         if cast is not None:
             source = wire
-            cast_wire = _CastWire(cast, self._wires.take(links.all, source.numel(), cast.dtype, source.device))
-            wire = cast_wire.memory.tensor
+            wire, memory = self._wires.take(links.all, source.numel(), cast.dtype, source.device)
+            cast_wire = _CastWire(cast, wire, memory)
             # Only the gradients are scaled, not the counts behind them.
             cast.convert(source, gradients.scale, as_real(gradients.flat).numel(), wire)
         if gradients.launching is not None:
@@ -141,7 +141,7 @@ class _Summed(ExchangeWork):
         part, scaling = self._part, self._scaling
         total = as_real(self.gradients.flat)[part]
         if self._cast_wire is not None:
-            cast, memory = self._cast_wire
+            cast, wire, memory = self._cast_wire
             factor = 1.0
             if scaling.over is not None:
                 # Scale in the cast as if all ranks took part. `Scaling.finish` corrects this if some did not.
@@ -149,7 +149,7 @@ class _Summed(ExchangeWork):
                 factor, scaling = scaling.over / size, replace(scaling, over=float(size))
             end = part.stop + self._counts_behind
             out = as_real(self.gradients.with_counts)[part.start : end]
-            cast.convert(memory.tensor[part.start : end], factor, total.numel(), out)
+            cast.convert(wire[part.start : end], factor, total.numel(), out)
             self._wires.give_back(memory)
         scaling.finish(total, count)
 
@@ -306,18 +306,12 @@ def _combine_packed(
     raise_together(group, pack.failure, f"the end of {what}")
 
 
-class _Wire(NamedTuple):
-    """A tensor to send, and the memory under it if `_Wires` is to reuse that."""
-
-    tensor: Tensor
-    memory: Tensor | None
-
-
 class _CastWire(NamedTuple):
-    """A wire to which a bucket is cast, and the cast."""
+    """A wire to which a bucket is cast, the cast, and the memory under the wire if `_Wires` is to reuse that."""
 
     cast: CastCompression
-    memory: _Wire
+    tensor: Tensor
+    memory: Tensor | None
 
 
 class _Wires:
@@ -327,23 +321,23 @@ class _Wires:
         # Memory that no wire uses now.
         self._free: list[Tensor] = []
 
-    def take(self, group: Group, numel: int, dtype: torch.dtype, device: torch.device) -> _Wire:
-        """Returns a flat, uninitialized tensor to send between a group's ranks."""
+    def take(self, group: Group, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Returns a flat, uninitialized tensor to send between a group's ranks, and the memory to give back."""
         if device.type != "cpu":
             # PyTorch's allocator pools such memory itself, and knows which stream still reads it.
-            return _Wire(torch.empty(numel, dtype=dtype, device=device), None)
+            return torch.empty(numel, dtype=dtype, device=device), None
         nbytes = numel * dtype.itemsize
         memory = next((each for each in self._free if each.numel() >= nbytes), None)
         # If no free memory is large enough, drop all of it: memory for the largest bucket serves the others too.
         self._free = [] if memory is None else [each for each in self._free if each is not memory]
         if memory is None:
             memory = group.zeros(nbytes, torch.uint8, device)
-        return _Wire(memory[:nbytes].view(dtype), memory)
+        return memory[:nbytes].view(dtype), memory
 
-    def give_back(self, wire: _Wire) -> None:
+    def give_back(self, memory: Tensor | None) -> None:
         """Returns a wire's memory to the pool, after the collective has ended and the wire was read."""
-        if wire.memory is not None:
-            self._free.append(wire.memory)
+        if memory is not None:
+            self._free.append(memory)
 
 
 def _is_elsewhere(flat: Tensor, buffer: Tensor) -> bool:
