@@ -31,7 +31,7 @@ from ..updates.update import WholeUpdate
 from ..values import shown, whole_number
 from .arguments import check_weighted
 from .followed_groups import FollowedGroups
-from .optimizer_proxy import HorovodsAttributes
+from .optimizer_proxy import OptimizerProxy
 from .reducer import Reducer
 from .step_by_bucket import StepByBucket
 
@@ -110,7 +110,7 @@ class _UseWarnings:
             )
 
 
-class AveragingOptimizer(HorovodsAttributes):
+class AveragingOptimizer(OptimizerProxy):
     """An optimizer proxy that averages gradients. A subclass's constructor calls `_connect`."""
 
     def _connect(

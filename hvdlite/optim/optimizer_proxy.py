@@ -1,12 +1,11 @@
 """
-`OptimizerProxy`: wraps an optimizer, and forwards everything to it. `HorovodsAttributes`: Horovod's names besides.
+`OptimizerProxy`: wraps an optimizer, and forwards everything to it. It has Horovod's names besides.
 
-    optimizer.state, .param_groups, .state_dict() ── those of the wrapped optimizer
+    optimizer.state, .defaults, ... ── those of the wrapped optimizer
     optimizer._parameter_names, ._handles, ._requires_update, .op, ... ── computed from the reducer at each access
 
 Nothing is stored here, so nothing can be out of date: each access of Horovod's names returns a new dictionary or set,
-and changing it has no effect on the optimizer. Their subclass `averaging_optimizer.AveragingOptimizer` adds the
-averaging.
+and changing it has no effect on the optimizer. The subclass `averaging_optimizer.AveragingOptimizer` adds the averaging.
 """
 
 from __future__ import annotations
@@ -36,24 +35,27 @@ from .reducer import Reducer
 class OptimizerProxy(torch.optim.Optimizer):
     """An optimizer, for LR schedulers, GradScaler and the like, that shares the wrapped one's state.
 
-    A subclass adds ``step``, ``state_dict`` and ``load_state_dict``.
+    A subclass adds ``step``, ``param_groups``, ``state_dict`` and ``load_state_dict``.
     """
 
     shard: str | None = None
     """Whose ranks share the optimizer's state: those of the ``"world"``, or of each ``"host"``; None: nobody's."""
 
+    # The subclasses set these.
+    _reducer: Reducer
+    _update: WholeUpdate | ShardedUpdate
+    _states: WholeUpdate | DividedState
+    _groups: FollowedGroups
+    _skipping: bool
+    # Whether the user has called `synchronize` since the last step.
+    _synchronized: bool
+    _given_settings: Settings
+    _given_compression: AnyCompression
+    _given_process_set: ProcessSet
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # Does not call Optimizer.__init__, which would create separate groups, state and hooks.
         self._optimizer = optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's parameter groups."""
-        return self._optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self._optimizer.param_groups = value
 
     @property
     def state(self) -> Any:
@@ -79,20 +81,7 @@ class OptimizerProxy(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
-
-class HorovodsAttributes(OptimizerProxy):
-    """An optimizer proxy with Horovod's attributes. The subclasses set the fields declared here."""
-
-    _reducer: Reducer
-    _update: WholeUpdate | ShardedUpdate
-    _states: WholeUpdate | DividedState
-    _groups: FollowedGroups
-    _skipping: bool
-    # Whether the user has called `synchronize` since the last step.
-    _synchronized: bool
-    _given_settings: Settings
-    _given_compression: AnyCompression
-    _given_process_set: ProcessSet
+    # -- Horovod's attributes
 
     @property
     def op(self) -> ReduceOp:

@@ -33,7 +33,7 @@ from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
 from ..values import shown
 from .fill_tensors import Filler
-from .optimizer_proxy import HorovodsAttributes, OptimizerProxy
+from .optimizer_proxy import OptimizerProxy
 
 
 def broadcast_optimizer_state(
@@ -113,7 +113,7 @@ def what_is_equal(optimizer: Any) -> dict[str, Any]:
 
 def require_undivided(optimizer: Any, kind: str) -> None:
     """Raises ValueError if this rank has a part alone of the state of an optimizer with ``shard=``."""
-    if isinstance(optimizer, HorovodsAttributes) and optimizer._states.holds_parts:
+    if isinstance(optimizer, OptimizerProxy) and optimizer._states.holds_parts:
         raise ValueError(
             f"{kind}: with shard={optimizer.shard!r} each rank has a part alone of the optimizer's state, and all "
             "are of one state already; what load_state_dict() has loaded is sent"
