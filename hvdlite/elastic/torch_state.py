@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -81,20 +81,12 @@ class StateHandler:
         self.save()
 
 
-class _HasStateDict(Protocol):
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state_dict: Any) -> Any: ...
-
-
 class StateDictHandler(StateHandler):
     """For objects with `state_dict` and `load_state_dict`, such as schedulers and GradScaler. Sends typed values.
 
     It has the methods of `handover.Handed`. A `TorchState` sends the objects of all such handlers together, unless a
     derived class defines a ``sync`` of its own.
     """
-
-    value: _HasStateDict
 
     def save(self) -> None:
         self._saved = copy.deepcopy(self.value.state_dict())

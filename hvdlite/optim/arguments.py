@@ -278,24 +278,21 @@ def check_autotune(
     """
     if not isinstance(autotune, bool):
         raise ValueError(f"autotune={shown(autotune)} is neither True nor False")
-    if bucket_cap_mb is not None:
-        obstacle = (
-            f"bucket_cap_mb={shown(bucket_cap_mb)} already sets the size of the buckets: leave out one of the two"
-        )
-    elif environment.fusion_threshold_bytes is not None:
-        size = environment.fusion_threshold_bytes
-        obstacle = f"HVDLITE_FUSION_THRESHOLD={size} already sets the size of the buckets: leave out one of the two"
-    elif op == Adasum:
-        obstacle = "with op=hvd.Adasum nothing is sent during backward, so the size of the buckets makes no difference"
-    elif exchange is not None:
-        obstacle = f"it measures all-reduces, which exchange={shown(exchange)} replaces: pass bucket_cap_mb"
-    elif codec is not None:
-        obstacle = f"it measures all-reduces, which compression={codec!r} replaces: pass bucket_cap_mb"
-    elif outer is not None:
-        obstacle = f"outer={shown(outer)} sends no gradients between hosts: pass bucket_cap_mb"
-    elif shard is not None:
-        obstacle = f"it measures all-reduces, which shard={shown(shard)} replaces: pass bucket_cap_mb"
-    else:
+    size = environment.fusion_threshold_bytes
+    set_already, measures = "already sets the size of the buckets: leave out one of the two", "it measures all-reduces"
+    obstacles = {
+        f"bucket_cap_mb={shown(bucket_cap_mb)} {set_already}": bucket_cap_mb is not None,
+        f"HVDLITE_FUSION_THRESHOLD={size} {set_already}": size is not None,
+        "with op=hvd.Adasum nothing is sent during backward, so the size of the buckets makes no difference": (
+            op == Adasum
+        ),
+        f"{measures}, which exchange={shown(exchange)} replaces: pass bucket_cap_mb": exchange is not None,
+        f"{measures}, which compression={codec!r} replaces: pass bucket_cap_mb": codec is not None,
+        f"outer={shown(outer)} sends no gradients between hosts: pass bucket_cap_mb": outer is not None,
+        f"{measures}, which shard={shown(shard)} replaces: pass bucket_cap_mb": shard is not None,
+    }
+    obstacle = next((words for words, is_there in obstacles.items() if is_there), None)
+    if obstacle is None:
         return autotune or environment.autotune
     if autotune:
         raise ValueError(f"autotune=True: {obstacle}")

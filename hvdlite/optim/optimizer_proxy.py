@@ -5,7 +5,7 @@
     optimizer._parameter_names, ._handles, ._requires_update, .op, ... ── computed from the reducer at each access
 
 Nothing is stored here, so nothing can be out of date: each access of Horovod's names returns a new dictionary or set,
-and changing it has no effect on the optimizer. The subclass `averaging_optimizer.AveragingOptimizer` adds the averaging.
+and changing it has no effect on the optimizer. Its subclass `averaging_optimizer.AveragingOptimizer` averages.
 """
 
 from __future__ import annotations
