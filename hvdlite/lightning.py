@@ -298,7 +298,7 @@ class HvdliteStrategy(_ParallelStrategy):  # type: ignore[misc]  # of type Any: 
 
         # With Adasum there are no averages before the step.
         without: AbstractContextManager[None] = (
-            nullcontext() if self._optimizer_arguments.get("op") == Adasum else optimizer.skip_synchronize()
+            nullcontext() if optimizer.op is Adasum else optimizer.skip_synchronize()
         )
         with without:
             return super().optimizer_step(optimizer, average_after, model, **kwargs)

@@ -98,6 +98,7 @@ class BucketPlan:
 
     @property
     def numel(self) -> int:
+        """The number of elements of the whole buffer."""
         return self.weight_start + self.weight_slots
 
     @property

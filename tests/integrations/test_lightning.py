@@ -18,6 +18,7 @@ from copied_ranks import RankServer
 from e2e.conftest import Launch
 from worlds import run_worlds
 
+import hvdlite as hvd
 from hvdlite.ops import reduction
 
 pytestmark = pytest.mark.slow
@@ -183,6 +184,30 @@ def test_a_mean_of_integers_is_lightnings_own_and_no_warning(caplog):
     assert run_worlds(2, rank) == [[7, 7, 7.5, 200]] * 2
     assert not reduction._warned_of_integers.is_set()
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_an_optimizer_that_the_program_has_wrapped_steps_by_its_own_arguments(op, monkeypatch):
+    from hvdlite.lightning import HvdliteStrategy  # noqa: PLC0415  # it needs Lightning
+
+    def step(strategy: Any, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any) -> Any:
+        return optimizer.step(closure)
+
+    monkeypatch.setattr(HvdliteStrategy.__mro__[1], "optimizer_step", step)
+
+    def rank(own: int) -> list[float]:
+        param = torch.nn.Parameter(torch.ones(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), op=op)
+
+        def closure() -> torch.Tensor:
+            loss = param.sum()
+            loss.backward()
+            return loss
+
+        HvdliteStrategy().optimizer_step(optimizer, closure)
+        return param.tolist()
+
+    assert run_worlds(2, rank) == [[0.0, 0.0]] * 2
 
 
 @pytest.mark.parametrize("name", ["backward_passes_per_step", "named_parameters", "step_on_arrival", "lr"])
