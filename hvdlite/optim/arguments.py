@@ -385,7 +385,7 @@ def check_groups(groups: int | Sequence[Sequence[Tensor]] | None, named: Named) 
         return []
     number = None if isinstance(groups, Tensor) else whole_number(groups)
     if number is not None and number > 0:
-        count = min(number, len(named))
+        count = max(1, min(number, len(named)))
         names = [name for name, _ in named]
         bounds = [len(names) * number // count for number in range(count + 1)]
         return [names[start:stop] for start, stop in pairwise(bounds)]

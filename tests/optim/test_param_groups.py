@@ -119,6 +119,18 @@ def test_a_parameter_that_is_twice_in_a_group_is_averaged_once(size):
     assert run_ranks(size, train) == [[(1 + size) / 2] * 3] * size
 
 
+def test_gradients_may_be_grouped_before_there_is_a_parameter():
+    def train(group: Group) -> list[float]:
+        inner, param = torch.optim.SGD([{"params": []}], lr=1.0), new()
+        optimizer = wrap(group, inner, groups=2)
+        inner.param_groups[0]["params"].append(param)
+        param.sum().backward()
+        optimizer.step()
+        return param.tolist()
+
+    assert run_ranks(1, train) == [[-1.0] * 3]
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_parameters_that_are_put_into_the_groups_are_averaged_from_then_on(change, moment):
