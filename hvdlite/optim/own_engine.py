@@ -131,7 +131,9 @@ class OwnEngine:
     def take_number(self) -> None:
         """Takes a number among the optimizers of these ranks. Every rank must call it; it does not wait for them."""
         self.number = self._registry.of(self.ranks).take_number(self.number)
-        description, plan = self._uncompared.pop(0), self._user.engine_plan()
+        # In a new world there may be no parameter left.
+        description = self._uncompared.pop(0) if self._uncompared else []
+        plan = self._user.engine_plan()
         self._opening = Opening(self.ranks, self._registry, self.number, self, self._submit, description, plan)
         self._registry.open_later(self._opening)
 

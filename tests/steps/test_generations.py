@@ -170,6 +170,21 @@ def test_reading_the_groups_waits_for_no_gradient_of_the_world_before():
     assert run_generations([2, 2], rank) == [[-0.5, -0.5]] * 2
 
 
+def test_an_optimizer_that_has_no_parameter_left_steps_in_a_new_world():
+    def rank(generations: Iterator[int]) -> float:
+        param, optimizer = nn.Parameter(torch.zeros(())), None
+        for _ in generations:
+            if optimizer is None:
+                optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0))
+                take_steps(optimizer, lambda _: param, range(1))
+                optimizer.param_groups[0]["params"].clear()
+                optimizer.zero_grad()
+            optimizer.step()
+        return param.item()
+
+    assert run_generations([2, 2], rank) == [-1.0] * 2
+
+
 def test_without_a_new_world_it_says_so():
     hvd.init()
     param = nn.Parameter(torch.zeros(2))
