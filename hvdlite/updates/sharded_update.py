@@ -112,7 +112,7 @@ class ShardedUpdate:
         plans = [bucket.plan for bucket in self._states.ownership.buckets]
         dtypes = {plan.dtype.to_real() for plan in plans}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-        clipper.clip_parts(tensors, squares.sqrt()[0].to(plans[0].device, dtype))
+        clipper.clip_parts(tensors, squares.sqrt()[0].to(plans[0].device if plans else "cpu", dtype))
 
     @torch.no_grad()
     def _gather_parameters(self) -> None:

@@ -344,6 +344,18 @@ def test_a_state_has_nothing_of_a_parameter_that_has_just_gone():
     assert sum(run_ranks(2, train, engine="shared memory")) > 0
 
 
+def test_an_optimizer_whose_parameters_have_all_gone_takes_steps():
+    def train(group: Group) -> None:
+        model, optimizer = trained(group, torch.optim.AdamW, steps=1, shard="world", max_norm=1.0)
+        optimizer.param_groups[0]["params"].clear()
+        before = bits(model)
+        take_steps(group, model, optimizer, range(1, 3))
+        assert bits(model) == before
+        assert optimizer.grad_norm == 0.0
+
+    run_ranks(2, train, engine="shared memory")
+
+
 class PerParameter(torch.optim.SGD):
     """Divides each gradient by its norm, as LARS does: a part of a parameter would give something else."""
 
