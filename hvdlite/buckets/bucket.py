@@ -31,8 +31,6 @@ from .gradient_state import GradientState, changed_too_early, misfit, require_sp
 from .plan import BucketPlan
 from .weights import Weights
 
-_MOST_NAMED = 3
-
 # Allocates a flat tensor of zeros: number of elements, dtype, device.
 Memory = Callable[[int, torch.dtype, torch.device], Tensor]
 
@@ -209,7 +207,7 @@ class Bucket:
 
     def missing_names(self) -> list[str]:
         """Returns the names of the first parameters that the bucket waits for in this step, at most three."""
-        return [state.name for state in self.states if state.param.requires_grad and not state.ready][:_MOST_NAMED]
+        return [state.name for state in self.states if state.param.requires_grad and not state.ready][:3]
 
     def take(self, state: GradientState, last_pass: bool) -> bool:
         """Copies ``param.grad`` into the buffer and replaces it by the view. Returns True if this filled the bucket.

@@ -93,17 +93,14 @@ def misfit(state: GradientState, grad: Tensor) -> GradientError:
     )
 
 
-# Of PyTorch's error for a tensor without a graph.
-_NO_GRAPH = "does not require grad and does not have a grad_fn"
-
-
 @contextmanager
 def explaining_lost_graphs() -> Iterator[None]:
     """Says of an optimizer's step that differentiates gradients why it cannot: averages have no graph."""
     try:
         yield
     except RuntimeError as error:
-        if _NO_GRAPH not in str(error):
+        # Of PyTorch's error for a tensor without a graph.
+        if "does not require grad and does not have a grad_fn" not in str(error):
             raise
         raise GradientError(
             "the optimizer differentiates the gradients, and averages have no graph, with backward(create_graph=True) "

@@ -278,7 +278,7 @@ class CodecKernels:
         """``program`` is compiled from `source_of` this codec and dtype."""
         self._program = program
         self._codec = codec
-        self._working = _working(dtype)
+        self._working = working_dtype(dtype)
 
     def encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, factor: float = 1.0) -> None:
         """Does what `Codec.encode_all` does, in one pass. The residual is of the working dtype."""
@@ -316,16 +316,16 @@ def _arguments(addresses: Sequence[int]) -> Iterable[int]:
     return len(addresses), *addresses, *[0] * (MOST_WIRES - len(addresses))
 
 
-def _working(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of sums and residuals, which is `codecs.working_dtype`."""
-    return torch.promote_types(dtype, torch.float32)
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of the sums and residuals of gradients of ``dtype``, which is real."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def source_of(codec: type[ScaledCodec], dtype: torch.dtype) -> str:
     """Returns the kernels in CUDA C++, for values of one dtype."""
     names = {
         "VALUE": NAMES[dtype],
-        "WORK": NAMES[_working(dtype)],
+        "WORK": NAMES[working_dtype(dtype)],
         "BLOCK": codec.block,
         "MOST": codec.most,
         "PER_BYTE": codec.per_byte,
@@ -339,7 +339,7 @@ def kernels_for(codec: type[ScaledCodec], values: Tensor, residual: Tensor | Non
     """Returns the kernels that encode or decode such flat values, or None if PyTorch's operations are to do it."""
     if not values.is_cuda or not values.is_contiguous():
         return None
-    if residual is not None and not (residual.is_contiguous() and residual.dtype == _working(values.dtype)):
+    if residual is not None and not (residual.is_contiguous() and residual.dtype == working_dtype(values.dtype)):
         return None
     return _cupy_kernels(codec, values.device, values.dtype)
 
@@ -395,7 +395,7 @@ def _encoded(
     """
     blocks = -(-len(values) // codec.block)
     wire = values.new_empty(blocks * (4 + codec.block // codec.per_byte), dtype=torch.uint8)
-    residual = 0.3 * values.to(_working(values.dtype)).roll(3) if keeps else None
+    residual = 0.3 * values.to(working_dtype(values.dtype)).roll(3) if keeps else None
     encode(values, wire, residual, factor)
     scales, codes = wire[: 4 * blocks].view(torch.float32), wire[4 * blocks :].view(blocks, -1)
     codes = codes.masked_fill(scales.isnan().view(-1, 1), 0)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .codec_kernels import kernels_for
+from .codec_kernels import working_dtype as working_dtype  # noqa: PLC0414 - others have it from here
 
 # Elements that are encoded at a time: a piece and its copies stay in the cache, and are too few for OpenMP's threads.
 # Where there are no such threads a piece of hvdlite's own formats is larger: each call takes as long as computing some
@@ -333,11 +334,6 @@ def wire_bytes(codec: Codec, numel: int) -> int:
     pieces, rest = divmod(numel, step)
     # Not the size for all of them at once: each piece may have bytes of its own, such as a header.
     return pieces * codec.nbytes(step) + (codec.nbytes(_whole(rest, codec.block)) if rest else 0)
-
-
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of the sums and residuals of gradients of ``dtype``, which is real."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _whole(numel: int, block: int) -> int:

@@ -209,7 +209,6 @@ class ModelStateHandler(_LargeStateHandler):
 class OptimizerStateHandler(_LargeStateHandler):
     """For optimizers, wrapped or not: sends their state as tensors. Drops the gradients of a given-up step."""
 
-    value: torch.optim.Optimizer
     _has_old_gradients = False
 
     @property
@@ -224,7 +223,7 @@ class OptimizerStateHandler(_LargeStateHandler):
 
     def gather(self) -> None:
         """Makes the state that `save` saves that of all ranks, where they share it. Every rank must call it."""
-        if isinstance(self.value, DistributedOptimizer) and self.value.shard is not None:
+        if self.shares:
             self.value.consolidate_state_dict(to=None)
 
     def make_whole(self) -> None:
@@ -270,8 +269,7 @@ class OptimizerStateHandler(_LargeStateHandler):
         return what_is_equal(self._unwrapped())
 
     def differs_by_rank(self) -> bool:
-        optimizer = self.value
-        return isinstance(optimizer, DistributedOptimizer) and optimizer.process_set is not global_process_set
+        return isinstance(self.value, DistributedOptimizer) and self.value.process_set is not global_process_set
 
     def encode(self, encoder: ValueEncoder, sent: SentTensors) -> Any:
         require_undivided(self.value, "TorchState.sync")

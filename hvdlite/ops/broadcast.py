@@ -57,9 +57,6 @@ _ALONE_BYTES = 2**20
 
 Params = Mapping[str, Any] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
-# Pickles an object with a pickler of this class.
-Dumps = Callable[[Any, type[pickle.Pickler]], bytes]
-
 
 @dataclass(eq=False)
 class Broadcast(Collective):
@@ -197,20 +194,20 @@ class _Unpicklable:
     cause: str
 
 
-def to_bytes(obj: object, dumps: Dumps | None = None) -> tuple[bytes, Exception | None]:
+def to_bytes(obj: object, persistent_id: Callable[[Any], Any] | None = None) -> tuple[bytes, Exception | None]:
     """Returns the bytes to send for an object, and the error if it cannot be pickled.
 
+    ``persistent_id`` is as in `pickle.Pickler`: it returns a reference to what is sent otherwise, and else None.
     Cloudpickle takes objects that pickle refuses, such as lambdas. It is tried second, since it would send classes of
     the main program by value, and they would arrive as different classes.
     """
-    dumps = dumps or _dumps
     with contextlib.suppress(Exception):  # whatever an object's own methods raise
-        return dumps(obj, pickle.Pickler), None
+        return _dumps(obj, pickle.Pickler, persistent_id), None
     # Imported here, since most programs do not need it.
     import cloudpickle  # type: ignore[import-untyped]  # noqa: PLC0415  # it has no types
 
     try:
-        return dumps(obj, cloudpickle.Pickler), None
+        return _dumps(obj, cloudpickle.Pickler, persistent_id), None
     except Exception as error:  # noqa: BLE001 - as above
         return pickle.dumps(_Unpicklable(_one_line(error))), error
 
@@ -238,9 +235,12 @@ def from_bytes(
     return value
 
 
-def _dumps(obj: object, pickler_class: type[pickle.Pickler]) -> bytes:
+def _dumps(obj: object, pickler_class: type[pickle.Pickler], persistent_id: Callable[[Any], Any] | None) -> bytes:
     file = io.BytesIO()
-    pickler_class(file).dump(obj)
+    pickler = pickler_class(file)
+    if persistent_id is not None:
+        pickler.persistent_id = persistent_id  # type: ignore[method-assign]  # as its documentation allows
+    pickler.dump(obj)
     return file.getvalue()
 
 

@@ -88,15 +88,8 @@ class ValueEncoder:
         ]
 
     def _pickle(self, value: object, place: str) -> list[Any]:
-        def dumps(value: object, pickler_class: type[pickle.Pickler]) -> bytes:
-            file = io.BytesIO()
-            pickler = pickler_class(file)
-            pickler.persistent_id = self._persistent_id  # type: ignore[method-assign]  # as its documentation allows
-            pickler.dump(value)
-            return file.getvalue()
-
         self.pickled.append(f"{place} ({type(value).__qualname__})")
-        data, error = to_bytes(value, dumps)
+        data, error = to_bytes(value, self._persistent_id)
         if error is not None:
             raise TypeError(f"{place} cannot be pickled: {type(error).__name__}: {words_of(error)}") from error
         return ["pickle", base64.b64encode(data).decode()]

@@ -37,7 +37,7 @@ from ..outside_graphs import keep_outside_graphs
 from ..steps.step import Arrived, Step
 from ..steps.step_choice import step_of
 from ..steps.step_state import UNDER_WAY, StepPhase, StepState
-from ..steps.step_world import Added, Buffers, CarriedOver, first_gpu
+from ..steps.step_world import Added, Buffers, CarriedOver
 from .opening import Describe, EnginePlan, Tuning
 from .own_engine import Connection, OwnEngine, step_world
 from .param_hooks import GradientListener, ParamHooks, listeners_of
@@ -141,7 +141,8 @@ class Reducer(GradientListener):
     def engine_plan(self) -> EnginePlan:
         added = self.step.plan.added
         tune = self.tuning.tune(added, self.engine.ranks.hosts, self.settings.cap_bytes)
-        return EnginePlan(self.tuning.arguments, self.step.open_links, tune, first_gpu(added))
+        gpu = next((param.device for each in added for param in each.params.values() if param.is_cuda), None)
+        return EnginePlan(self.tuning.arguments, self.step.open_links, tune, gpu)
 
     def opened(self, cap_bytes: int | None) -> None:
         if cap_bytes is not None:

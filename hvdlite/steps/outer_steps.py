@@ -40,9 +40,6 @@ from ..exchanges.stages import StageRunner
 from ..log import log
 from .outer_bucket import RESIDUAL, OuterBucket, Segment
 
-# The size of the two counts of steps.
-_COUNT_BYTES = 16
-
 
 class OuterSteps:
     """The outer steps of one optimizer, in one world of several hosts."""
@@ -216,10 +213,9 @@ class OuterSteps:
         names = first_of([name for bucket in buckets for name in bucket.params])
         which = f"fragment {fragment + 1} of {rule.fragments}, step {self._steps}, {self._trace.optimizer}"
         what = f"the average of the outer gradients of {names} ({which})"
+        own = torch.tensor([self._steps, self._calls], dtype=torch.int64, device="cpu")
         counts, counting = links.all.begin_all_gather(
-            torch.tensor([self._steps, self._calls], dtype=torch.int64, device="cpu"),
-            f"the step counts before {what}",
-            [_COUNT_BYTES] * links.all.size,
+            own, f"the step counts before {what}", [own.nbytes] * links.all.size
         )
         across = [leg.across for leg in links.legs]
 

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from ..buckets.exchange import Links
@@ -118,8 +117,3 @@ class CarriedOver:
     added: tuple[Added, ...] = ()
     weights: WeightState | None = None
     losses: KnownLosses | None = None
-
-
-def first_gpu(added: Iterable[Added]) -> torch.device | None:
-    """Returns the device of the first parameter that is on a GPU, or None."""
-    return next((param.device for each in added for param in each.params.values() if param.is_cuda), None)
