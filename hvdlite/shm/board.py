@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from .control_block import VOTE_SLOTS, ControlBlock
-from .futex import fence, reads_in_order, sleep_while, wake
+from .futex import comes_soon, fence, reads_in_order, sleep_while, wake
 from .vote_data import VoteData
 
 DIGEST_BYTES = 16
@@ -29,11 +29,6 @@ DIGEST_BYTES = 16
 # _WITH_DATA is the slot for the next data, and the others are the last round that was decided with data.
 _VOTE, _DIGEST, _ASLEEP, _OPEN, _GO, _PAUSED, _WITH_DATA, _VOTES_BELL, _DECISION_BELL = 0, 1, 8, 16, 17, 18, 19, 24, 32
 
-# As in `peers`: how long a rank with a core of its own checks before it sleeps, and how often a rank yields where there
-# are fewer cores than ranks.
-_SPIN_S = 100e-6
-_LOOKS_PER_CLOCK = 20
-_YIELDS = 4
 # The longest sleep: the ring may be lost if two ranks ring at once.
 _SLEEP_S = 0.1
 
@@ -111,7 +106,7 @@ class Board:
 
         It is checked at each decision, and on rank 0 also when all have voted.
         """
-        if is_over() or self._came_meanwhile(is_over):
+        if is_over() or comes_soon(is_over, has_core=self._spins):
             return True
         bell = _OF_VOTES if self.rank == 0 else _OF_DECISION
         until_s = time.monotonic() + timeout_s
@@ -169,20 +164,6 @@ class Board:
         """Advise the ranks not to vote, or to vote again. The caller holds the coordinator's lock."""
         self._own[_PAUSED] = int(is_paused)
         fence()
-
-    def _came_meanwhile(self, is_over: Callable[[], bool]) -> bool:
-        if not self._spins:
-            for _ in range(_YIELDS):
-                os.sched_yield()
-                if is_over():
-                    return True
-            return False
-        until_s = time.monotonic() + _SPIN_S
-        while time.monotonic() < until_s:
-            for _ in range(_LOOKS_PER_CLOCK):
-                if is_over():
-                    return True
-        return False
 
     def _ring(self, bell: int) -> None:
         self._bells[bell][0] = (self._bells[bell][0] + 1) % 2**32

@@ -1,7 +1,7 @@
 """
-Futex calls, to sleep until a word of shared memory changes, and a full memory barrier. Linux only.
+Futex calls, to sleep until a word of shared memory changes, what comes before the sleep, and a full memory barrier.
 
-`board`, `peers` and `setup` call these; the words are in `control_block`.
+Linux only. `board`, `peers` and `setup` call these; the words are in `control_block`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import time
+from collections.abc import Callable
 
 from .. import forks
 
@@ -16,6 +18,12 @@ _NUMBER_OF_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 # Not FUTEX_PRIVATE_FLAG, which is for threads of one process.
 _WAIT, _WAKE = 0, 1
 _EVERYBODY = 2**31 - 1
+
+# How long a rank with a core of its own checks before it sleeps: enough for two ranks in step.
+_SPIN_S = 100e-6
+_LOOKS_PER_CLOCK = 50
+# With fewer cores than ranks, spinning would delay the other ranks: this rank yields its core a few times instead.
+_YIELDS = 4
 
 _IS_X86 = platform.machine() == "x86_64"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -48,6 +56,22 @@ def fence() -> None:
     if not _IS_X86:
         with _barrier:
             pass
+
+
+def comes_soon(is_over: Callable[[], bool], *, has_core: bool) -> bool:
+    """Whether ``is_over()`` within the time for which it pays not to sleep; ``has_core``: each rank has one."""
+    if not has_core:
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if is_over():
+                return True
+        return False
+    until_s = time.monotonic() + _SPIN_S
+    while time.monotonic() < until_s:
+        for _ in range(_LOOKS_PER_CLOCK):
+            if is_over():
+                return True
+    return False
 
 
 def sleep_while(address: int, value: int, timeout_s: float) -> None:

@@ -8,24 +8,20 @@ for dead ranks and the deadline. `shm_operation` and `queue` call these; `setup`
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import time
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from ..comm.engine import LostError, PeerGoneError
 from .control_block import FAILED, LEFT, OPEN, REVOKED, ControlBlock
-from .futex import fence, reads_in_order, sleep_while, wake
+from .futex import comes_soon, fence, reads_in_order, sleep_while, wake
+from .segment import close_all
 
-# How long a rank with a core of its own checks before it sleeps: enough for two ranks in step.
-_SPIN_S = 100e-6
-_LOOKS_PER_CLOCK = 50
-# With fewer cores than ranks, spinning would delay the other ranks: this rank yields its core a few times instead.
-_YIELDS = 4
 # The longest sleep, after which a rank checks for dead ranks; it also bounds the delay of a signal that arrives just
 # before the sleep.
 _WATCH_S = 0.1
@@ -52,7 +48,7 @@ class Peers:
         self._cores = len(os.sched_getaffinity(0))
         self._spins = self._cores >= self.size
         self._lives: dict[int, int] = {}
-        weakref.finalize(self, _close_all, self._lives).atexit = False
+        weakref.finalize(self, close_all, self._lives).atexit = False
         for group_rank, pid in enumerate(pids):
             if pid != os.getpid():
                 self._lives[group_rank] = os.pidfd_open(pid)
@@ -106,7 +102,9 @@ class Peers:
         Raises a RuntimeError if a late rank has died, left or failed, or misses the ``deadline`` (by `time.monotonic`);
         a LostError if a rank has revoked the engine. ``may_spin``: this thread has a core to itself.
         """
-        if self.reached(counter, value) or (may_spin and self._came_meanwhile(counter, value)):
+        if self.reached(counter, value):
+            return
+        if may_spin and comes_soon(partial(self.reached, counter, value), has_core=self._spins):
             return
         own, bell = self.own, self._bell
         own.sleep(counter, value)
@@ -144,25 +142,11 @@ class Peers:
 
     def close(self) -> None:
         """Close the pidfds that watch the other processes."""
-        _close_all(self._lives)
+        close_all(self._lives)
 
     def describe(self, group_rank: int) -> str:
         """Returns a rank's number in the group and its process id, for messages."""
         return f"rank {group_rank} of this group (pid {self._pids[group_rank]})"
-
-    def _came_meanwhile(self, counter: int, value: int) -> bool:
-        if not self._spins:
-            for _ in range(_YIELDS):
-                os.sched_yield()
-                if self.reached(counter, value):
-                    return True
-            return False
-        until = time.monotonic() + _SPIN_S
-        while time.monotonic() < until:
-            for _ in range(_LOOKS_PER_CLOCK):
-                if self.reached(counter, value):
-                    return True
-        return False
 
     def _wake(self) -> None:
         self._bell.ring()
@@ -206,11 +190,3 @@ class Peers:
     def _words_of_timeout(self, counter: int, value: int) -> str:
         late = ", ".join(map(self.describe, self.late(counter, value)))
         return f"timed out after {self.timeout_s:g} s: {late} did not reach this collective"
-
-
-def _close_all(fds: dict[int, int]) -> None:
-    # One by one: if two threads close at once, each closes what the other has not, and never a file that was opened
-    # since.
-    while fds:
-        with contextlib.suppress(KeyError):
-            os.close(fds.popitem()[1])

@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ class Segment:
         self._returned: deque[tuple[int, int, int]] = deque()
         # Not an RLock: the garbage collector may run in the middle of a block that holds it.
         self._lock = threading.Lock()
-        weakref.finalize(self, _close_all, self._fds).atexit = False
+        weakref.finalize(self, close_all, self._fds).atexit = False
         forks.when_forked(self)
 
     def allocate(self, nbytes: int, *, is_permanent: bool = False, populates: bool = True) -> Piece:
@@ -186,14 +187,14 @@ class Segment:
     def close(self) -> None:
         """Close the files: nothing more can be allocated or mapped. Existing mappings stay."""
         with self._held():
-            _close_all(self._fds)
+            close_all(self._fds)
 
     def leave_to_parent(self) -> None:
         self._lock = threading.Lock()
         fd = self._fd if self._fds else None
         for pointer, offset, length in self._pieces:
             _make_private(pointer, length, fd, offset)
-        _close_all(self._fds)
+        close_all(self._fds)
 
     @contextmanager
     def _held(self) -> Iterator[None]:
@@ -233,7 +234,8 @@ def _mib_in_all() -> float:
     return status.f_blocks * status.f_frsize / 2**20
 
 
-def _close_all(fds: dict[Address, int]) -> None:
+def close_all(fds: dict[Any, int]) -> None:
+    """Closes these file descriptors, and removes them from the dict."""
     # One by one: if two threads close at once, each closes what the other has not, and never a file that was opened
     # since.
     while fds:

@@ -23,10 +23,9 @@ from shm.engines import attempt_threads, begin_all_reduce, run_engines, until
 
 from hvdlite.comm.gloo import InitTimeout
 from hvdlite.errors import CommunicationError
-from hvdlite.shm import peers
 from hvdlite.shm import segment as segment_module
 from hvdlite.shm.kept_memory import KeptSegment
-from hvdlite.shm.segment import DIRECTORY, Address, NoMemoryError, Segment
+from hvdlite.shm.segment import DIRECTORY, NoMemoryError, Segment
 from hvdlite.shm.setup import exchange_control_blocks, open_segment
 from hvdlite.shm.shm_engine import ShmEngine
 from hvdlite.shm.shm_operation import CHUNK_BYTES
@@ -161,19 +160,16 @@ def test_memory_that_is_let_go_while_another_thread_allocates_is_given_back_by_t
 
 def test_files_are_closed_once_whoever_closes_them(monkeypatch: Any) -> None:
     closed: list[int] = []
-    fds = {Address(1, number): number for number in range(5)}
+    fds = dict(enumerate(range(5)))
 
     def close(fd: int) -> None:
         closed.append(fd)
         # Another thread, or the garbage collector, in the middle of it.
-        segment_module._close_all(fds)
+        segment_module.close_all(fds)
 
     monkeypatch.setattr(os, "close", close)
-    segment_module._close_all(fds)
-    lives = dict(enumerate(range(5, 8)))
-    monkeypatch.setattr(os, "close", lambda fd: (closed.append(fd), peers._close_all(lives)))
-    peers._close_all(lives)
-    assert sorted(closed) == list(range(8))
+    segment_module.close_all(fds)
+    assert sorted(closed) == list(range(5))
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
