@@ -11,7 +11,6 @@ use it. It signs with an empty key, so whoever can write to the store is trusted
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -48,23 +47,15 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, see 
                 "is too small"
             ) from error
         self._engine = ShmEngine(context, NAME)
-        self._name = self._description = ""
 
-    # torch stores a group's name and description in its C++ backends, which this group lacks.
+    # torch stores these in its C++ backends, which this group lacks.
+    group_name = group_desc = ""
 
     def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_name(self) -> str:
-        return self._name
+        self.group_name = name
 
     def _set_group_desc(self, description: str) -> None:
-        self._description = description
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
+        self.group_desc = description
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's own name
         return NAME
@@ -72,11 +63,12 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, see 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
         return self._engine.allreduce(tensors, opts or dist.AllreduceOptions())
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
         options = dist.AllreduceOptions()
         if opts is not None:
             options.reduceOp = opts.reduceOp
-        return _last([self._engine.allreduce([tensor], options) for tensor in tensors])
+        # Here and below, operations end in order.
+        return [self._engine.allreduce([tensor], options) for tensor in tensors][-1]
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         return self._engine.broadcast(tensors, opts)
@@ -90,10 +82,8 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, see 
     # Newer versions of torch call these names without an underscore.
     all_gather_single = _allgather_base
 
-    def allgather_into_tensor_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        return _last([self._allgather_base(output, part) for output, part in zip(outputs, inputs, strict=True)])
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> ShmWork:
+        return [self._allgather_base(output, part) for output, part in zip(outputs, inputs, strict=True)][-1]
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -106,9 +96,9 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, see 
 
     reduce_scatter_single = _reduce_scatter_base
 
-    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> ShmWork:
         pairs = zip(outputs, inputs, strict=True)
-        return _last([self._reduce_scatter_base(output, whole, opts) for output, whole in pairs])
+        return [self._reduce_scatter_base(output, whole, opts) for output, whole in pairs][-1]
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -152,19 +142,12 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, see 
     def recv(self, *_: object) -> NoReturn:
         raise _no_point_to_point("recv")
 
-    def recv_anysource(self, *_: object) -> NoReturn:
-        raise _no_point_to_point("recv")
+    recv_anysource = recv
 
     def shutdown(self) -> None:
         self._engine.close()
 
-    def abort(self) -> None:
-        self._engine.close()
-
-
-def _last(works: Sequence[ShmWork]) -> dist.Work:
-    # Operations end in order.
-    return works[-1]
+    abort = shutdown
 
 
 def _no_point_to_point(what: str) -> NotImplementedError:

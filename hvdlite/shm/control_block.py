@@ -5,6 +5,7 @@
                             results of. They only grow
     state                   of the rank's engine over shared memory: open, left, failed or revoked
     reason                  why the engine was revoked, if it was
+    token                   a random number, by which other ranks know that this is the block which they looked for
     freed                   how many pieces of its memory the rank has freed
     awaited                 while the rank sleeps until a peer's counter reaches a value: this value
     headers                 of the latest operations: which collective, its arguments, and where the data lies
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from .segment import Piece
 
 # Offsets in 64-bit words. Each counter has a cache line to itself.
-POSTED, REDUCED, DONE, _STATE, _AWAITED, _BELL, _TOKEN, _FREED = range(0, 8 * 8, 8)
+POSTED, REDUCED, DONE, _STATE, _AWAITED, _BELL, TOKEN, FREED = range(0, 8 * 8, 8)
 OPEN, LEFT, FAILED, REVOKED = 0, 1, 2, 3
 
 WINDOW = 16  # operations that may be posted and not done; a power of two
@@ -103,22 +104,6 @@ class ControlBlock:
         words = reason.encode()[: len(self._reason) - _REASON.size].decode(errors="ignore").encode()
         _REASON.pack_into(self._reason, 0, since_ns, len(words))
         self._reason[_REASON.size : _REASON.size + len(words)] = words
-
-    @property
-    def token(self) -> int:
-        return self.words[_TOKEN]
-
-    @token.setter
-    def token(self, token: int) -> None:
-        self.words[_TOKEN] = token
-
-    @property
-    def freed(self) -> int:
-        return self.words[_FREED]
-
-    @freed.setter
-    def freed(self, count: int) -> None:
-        self.words[_FREED] = count
 
     def sleep(self, counter: int, value: int) -> None:
         """Announce that this rank sleeps until every rank's ``counter`` has reached ``value``."""

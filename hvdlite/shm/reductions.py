@@ -28,36 +28,28 @@ from .shm_operation import CHUNK_BYTES, EngineContext, ShmOperation, Steps, shar
 _REMEMBERED = 512
 
 
-class Blocks:
-    """Caches the views of all ranks' memory that make up a share, for data that are reduced often."""
-
-    def __init__(self, context: EngineContext) -> None:
-        self._context = context
-
-    def of(
-        self, places: Sequence[DataLocation], dtype: torch.dtype, numel: int, share: tuple[int, int]
-    ) -> list[list[Tensor]]:
-        """Returns the elements of ``share`` block by block, as one view for each rank."""
-        key = (tuple(places), dtype, numel, share)
-        made = self._context.share_views
-        blocks = made.get(key)
-        if blocks is None:
-            if len(made) >= _REMEMBERED:
-                made.clear()
-            nbytes = numel * dtype.itemsize
-            wholes = [
-                self._context.bytes_of(group_rank, where)[where.within : where.within + nbytes].view(dtype)
-                for group_rank, where in enumerate(places)
-            ]
-            for whole in wholes:
-                populate(whole[share[0] : share[1]])
-            blocks = made[key] = list(_blocks(wholes, *share))
-        return blocks
-
-
-def _blocks(wholes: Sequence[Tensor], start: int, stop: int) -> list[list[Tensor]]:
-    step = BLOCK_BYTES // wholes[0].element_size()
-    return [[whole[at : min(at + step, stop)] for whole in wholes] for at in range(start, stop, step)]
+def _blocks_of(
+    context: EngineContext, places: Sequence[DataLocation], dtype: torch.dtype, numel: int, share: tuple[int, int]
+) -> list[list[Tensor]]:
+    """Returns the elements of ``share`` block by block, as one view of each rank's memory; the context keeps them."""
+    key = (tuple(places), dtype, numel, share)
+    made = context.share_views
+    blocks = made.get(key)
+    if blocks is None:
+        if len(made) >= _REMEMBERED:
+            made.clear()
+        nbytes = numel * dtype.itemsize
+        wholes = [
+            context.bytes_of(group_rank, where)[where.within : where.within + nbytes].view(dtype)
+            for group_rank, where in enumerate(places)
+        ]
+        start, stop = share
+        for whole in wholes:
+            populate(whole[start:stop])
+        step = BLOCK_BYTES // dtype.itemsize
+        blocks = [[whole[at : min(at + step, stop)] for whole in wholes] for at in range(start, stop, step)]
+        made[key] = blocks
+    return blocks
 
 
 class SmallAllReduce:
@@ -95,7 +87,6 @@ class SharedAllReduce:
         tensor: Tensor,
         flat: Tensor,
         arithmetic: Arithmetic,
-        blocks: Blocks,
         source: Tensor | None = None,
     ) -> None:
         """``flat`` is the tensor's memory as bytes.
@@ -110,7 +101,6 @@ class SharedAllReduce:
         # How many elements a chunk has.
         self._step = CHUNK_BYTES // tensor.element_size()
         self._arithmetic = arithmetic
-        self._blocks = blocks
 
     def begin(self) -> bool:
         """Show this rank's data, if all can be shown at once."""
@@ -137,7 +127,7 @@ class SharedAllReduce:
         operation, into = self._operation, self._arithmetic.into
         peers, elements = operation.peers, self._elements
         share = share_of(peers.rank, peers.size, elements.numel(), elements.element_size())
-        for terms in self._blocks.of(operation.places, elements.dtype, elements.numel(), share):
+        for terms in _blocks_of(operation.context, operation.places, elements.dtype, elements.numel(), share):
             # No other rank reads or writes this share in any rank's memory.
             total = terms[0]
             into(terms, total)

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import Store
 from ..comm.gloo import InitTimeout
 from ..errors import CommunicationError
 from ..signing import TAG_BYTES, Signer
-from .control_block import CONTROL_BLOCK_BYTES, FAILED, ControlBlock
+from .control_block import CONTROL_BLOCK_BYTES, FAILED, TOKEN, ControlBlock
 from .futex import is_available
 from .peers import Peers
 from .segment import Address, NoMemoryError, Piece, Segment
@@ -58,7 +58,7 @@ def exchange_control_blocks(
     signer: Signer,
     wait_until_set: WaitUntilSet | None = None,
 ) -> EngineContext:
-    """Returns an engine's context. Every rank must call it, with a wait_until_read of the store that nothing else uses.
+    """Returns an engine's context. Every rank must call it, with a store whose keys nothing else uses.
 
     ``signer`` has a key that only these ranks share, for this engine alone, because others may be able to write to the
     store. ``wait_until_set`` waits for keys of the other ranks; by default the store does, up to the timeout, also for
@@ -67,19 +67,12 @@ def exchange_control_blocks(
     """
     own = _make_own(segment)
     wait = wait_until_set or (lambda store, keys: store.wait(list(keys), init_timeout.left()))
+    exchange = partial(_exchange, store, rank, size, wait, signer)
     with contextlib.ExitStack() as undo:
         if isinstance(own, _Own):
             undo.callback(own.close)
-        infos = _exchange(
-            store,
-            "control block",
-            rank,
-            size,
-            {"error": str(own)} if isinstance(own, Exception) else own.info,
-            wait,
-            signer,
-        )
-        _require_all("has no shared memory", infos, partial(_wait_until_read, store, "control block", rank, size))
+        info = {"error": str(own)} if isinstance(own, Exception) else own.info
+        infos = exchange("control block", info, "has no shared memory")
         assert isinstance(own, _Own), "those who have none have raised"
         context, result = None, {}
         try:
@@ -89,10 +82,7 @@ def exchange_control_blocks(
             undo.callback(context.peers.leave, FAILED)
         except (NoMemoryError, OSError, ValueError) as error:
             result = {"error": str(error)}
-        results = _exchange(store, "result", rank, size, result, wait, signer)
-        _require_all(
-            "cannot map the other ranks' memory", results, partial(_wait_until_read, store, "result", rank, size)
-        )
+        exchange("result", result, "cannot map the other ranks' memory")
         assert context is not None, "no rank has an error"
         undo.pop_all()
     # All ranks have mapped the file.
@@ -125,7 +115,7 @@ class _Own:
         # each rank would take most of the time of opening an engine.
         kept = segment.take_slots(SLOTS_BYTES)
         self.slots = kept or self._file.allocate(SLOTS_BYTES, is_permanent=True, populates=False)
-        token = ControlBlock(self.block).token = secrets.randbits(63)
+        token = ControlBlock(self.block).words[TOKEN] = secrets.randbits(63)
         self.info: dict[str, Any] = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -150,7 +140,7 @@ class _Own:
         except (NoMemoryError, OSError) as error:
             raise NoMemoryError(f"{elsewhere} ({error})") from error
         # A process of another machine or container may have this process id and such a file, too.
-        if ControlBlock(block).token != info["token"]:
+        if ControlBlock(block).words[TOKEN] != info["token"]:
             raise NoMemoryError(elsewhere)
         if info["are_slots_kept"]:
             return block, self.segment.see(_segment_of(info), info["slots"], SLOTS_BYTES, populates=False)
@@ -167,8 +157,12 @@ def _make_own(segment: Segment | NoMemoryError) -> _Own | NoMemoryError:
 
 
 def _exchange(
-    store: Store, what: str, rank: int, size: int, value: dict[str, Any], wait: WaitUntilSet, signer: Signer
+    store: Store, rank: int, size: int, wait: WaitUntilSet, signer: Signer, what: str, value: dict[str, Any], fault: str
 ) -> list[dict[str, Any]]:
+    """Publishes this rank's value under keys that begin with ``what``, and returns those of all ranks.
+
+    If one has an "error", all ranks raise a NoMemoryError, in which that rank ``fault``, such as "has no memory".
+    """
     text = json.dumps(value)
     keys = [f"{what}{group_rank}" for group_rank in range(size)]
     try:
@@ -185,7 +179,15 @@ def _exchange(
             f"setting up shared memory failed on rank {rank} of {size}: {_words_of_absence(store, keys)}: look for "
             f"that rank's own error ({error})"
         ) from error
-    return [_read(value, what, group_rank, rank, signer) for group_rank, value in enumerate(values)]
+    infos = [_read(value, what, group_rank, rank, signer) for group_rank, value in enumerate(values)]
+    for group_rank, each in enumerate(infos):
+        if "error" in each:
+            # The store may end with this rank: wait a few seconds for the others to read the errors.
+            with contextlib.suppress(RuntimeError):
+                store.set(f"{keys[rank]}.read", "")
+                store.wait([f"{key}.read" for key in keys], _READING)
+            raise NoMemoryError(f"rank {group_rank} of {size} {fault}: {each['error']}")
+    return infos
 
 
 def _read(value: bytes, what: str, group_rank: int, rank: int, signer: Signer) -> dict[str, Any]:
@@ -207,17 +209,3 @@ def _words_of_absence(store: Store, keys: Sequence[str]) -> str:
     except RuntimeError:
         return "the ranks' store is gone, because the rank that serves it has ended"
     return f"rank {', '.join(map(str, absent))} did not join in time" if absent else "another rank has ended"
-
-
-def _wait_until_read(store: Store, what: str, rank: int, size: int) -> None:
-    """Wait, for a few seconds, until the others have read the errors: the store may end with this rank."""
-    with contextlib.suppress(RuntimeError):
-        store.set(f"{what}{rank}.read", "")
-        store.wait([f"{what}{group_rank}.read" for group_rank in range(size)], _READING)
-
-
-def _require_all(complaint: str, infos: list[dict[str, Any]], wait_until_read: Callable[[], None]) -> None:
-    for group_rank, each in enumerate(infos):
-        if "error" in each:
-            wait_until_read()
-            raise NoMemoryError(f"rank {group_rank} of {len(infos)} {complaint}: {each['error']}")

@@ -29,7 +29,7 @@ from .board import Board
 from .control_block import LEFT, PAYLOAD_BYTES
 from .data_movement import AllGather, AllGatherOfParts, AllToAll, Barrier, SharedBroadcast
 from .queue import CollectiveSteps, Queue
-from .reductions import Blocks, ReduceScatter, SharedAllReduce, SmallAllReduce
+from .reductions import ReduceScatter, SharedAllReduce, SmallAllReduce
 from .segment import NoMemoryError
 from .shm_operation import KINDS, EngineContext, ShmOperation
 from .shm_work import ShmWork
@@ -63,7 +63,6 @@ class ShmEngine(Engine):
         self._numbers = itertools.count(1)
         self._calling = threading.Lock()
         self._when_closed = when_closed
-        self._blocks = Blocks(context)
         self._arithmetics: dict[tuple[object, torch.dtype, float | None], Arithmetic] = {}
         # Whether this is a forked child's copy: only the parent's takes part.
         self._is_copy = False
@@ -123,7 +122,7 @@ class ShmEngine(Engine):
         flat = _flat(tensor)
         flat_source = flat if source is tensor else _flat(source)
         return self._submit(
-            [tensor], lambda operation: SharedAllReduce(operation, tensor, flat, arithmetic, self._blocks, flat_source),
+            [tensor], lambda operation: SharedAllReduce(operation, tensor, flat, arithmetic, flat_source),
             *call, arithmetic=arithmetic,
         )  # fmt: skip
 

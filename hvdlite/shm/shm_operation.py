@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import MismatchError
 from .arithmetic import DTYPES, OPS
-from .control_block import DONE, INLINE, NOWHERE, POSTED, RESIDENT, SIGNATURE, STAGED, WINDOW, DataLocation
+from .control_block import DONE, FREED, INLINE, NOWHERE, POSTED, RESIDENT, SIGNATURE, STAGED, WINDOW, DataLocation
 from .peers import Peers
 from .segment import Address, Piece, Segment
 
@@ -56,11 +56,11 @@ class EngineContext:
         # Views of all ranks' payloads, made once for each (place in the window, dtype, number of elements).
         self._payload_views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         # By rank, the bytes of each slot.
-        self._slots = [torch.split(each, CHUNK_BYTES) for each in slots]
-        # How many chunks this rank has staged, and for each slot the value of DONE after its last chunk was read. All
-        # ranks count alike.
-        self._staged = 0
-        self._used = [0] * _SLOTS
+        self.slots = [torch.split(each, CHUNK_BYTES) for each in slots]
+        # How many chunks this rank has staged, and for each slot the value of DONE once all ranks have read its last
+        # chunk. All ranks count alike.
+        self.staged = 0
+        self.read_at = [0] * _SLOTS
 
     def bytes_of(self, group_rank: int, where: DataLocation) -> Tensor:
         """Returns the whole piece of memory that has a rank's data."""
@@ -79,7 +79,7 @@ class EngineContext:
         Called before one more is mapped, so mappings do not pile up. Ranks may free theirs in any order, and at any
         point: a rank shows no piece that it has freed, and a segment never uses an offset again.
         """
-        freed = self.peers.control_blocks[group_rank].freed
+        freed = self.peers.control_blocks[group_rank].words[FREED]
         if freed != self._freed[group_rank]:
             self._freed[group_rank] = freed
             for key in [key for key in self._seen if key[0] == group_rank]:
@@ -97,27 +97,6 @@ class EngineContext:
             payloads = [control_block.payloads[place] for control_block in self.peers.control_blocks]
             views = self._payload_views[key] = [payload[:nbytes].view(dtype) for payload in payloads]
         return views
-
-    def next_slot(self) -> int:
-        """Returns the number of the slot to use next."""
-        return self._staged % _SLOTS
-
-    def slot(self, group_rank: int, number: int) -> Tensor:
-        """Returns the bytes of a rank's slot."""
-        return self._slots[group_rank][number]
-
-    def free_after(self, number: int) -> Condition:
-        """Returns the condition under which all ranks have read the slot."""
-        return DONE, self._used[number]
-
-    def use(self, value: int) -> None:
-        """Record that the next slot has been filled; ``value`` is DONE's value once all have read it."""
-        self._used[self._staged % _SLOTS] = value
-        self._staged += 1
-
-    def staging_place(self) -> DataLocation:
-        """Returns the location of an operation's data whose first chunk will be in the next slot."""
-        return DataLocation(STAGED, within=self.next_slot())
 
 
 class ShmOperation:
@@ -159,7 +138,7 @@ class ShmOperation:
         """Post data for the others to read in place; returns False if they are not in this rank's segment."""
         segment = self.context.segment
         # Before `POSTED`, so that the others know it when they read where the data are.
-        self.peers.own.freed = segment.freed
+        self.peers.own.words[FREED] = segment.freed
         found = segment.find(data)
         if found is None:
             return False
@@ -173,16 +152,18 @@ class ShmOperation:
     def stage(self, chunk: int, chunks: int, pieces: Sequence[tuple[int, Tensor]]) -> Steps:
         """Copy one chunk into a slot; ``pieces`` are bytes, each with its position in the slot."""
         context = self.context
-        number = context.next_slot()
-        yield context.free_after(number)
+        number = context.staged % _SLOTS
+        yield DONE, context.read_at[number]
         if chunk == 0:
-            self.peers.own.write_header(self.number, self._signature, context.staging_place())
-        slot = context.slot(self.peers.rank, number)
+            # The next chunks are in the next slots.
+            self.peers.own.write_header(self.number, self._signature, DataLocation(STAGED, within=number))
+        slot = context.slots[self.peers.rank][number]
         for start, data in pieces:
             if data.numel():
                 slot[start : start + data.numel()].copy_(data)
-        context.use(self.done_with(chunk, chunks))
-        self.peers.advance(POSTED, self.done_with(chunk, chunks))
+        context.staged += 1
+        context.read_at[number] = self.done_with(chunk, chunks)
+        self.peers.advance(POSTED, context.read_at[number])
 
     def in_chunks(
         self, chunks: int, stage: Callable[[int, int], Steps], take: Callable[[int], None], *, is_resident: bool
@@ -237,7 +218,7 @@ class ShmOperation:
 
     def chunk_of(self, group_rank: int, chunk: int) -> Tensor:
         """Returns a staged chunk of a rank."""
-        return self.context.slot(group_rank, (self.places[group_rank].within + chunk) % _SLOTS)
+        return self.context.slots[group_rank][(self.places[group_rank].within + chunk) % _SLOTS]
 
     def progress(self) -> str:
         """Describes what this rank calls, and which ranks have not begun or not finished it."""

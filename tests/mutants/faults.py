@@ -143,8 +143,8 @@ _SHM = [
     Mutant(
         "a slot is filled while others read it",
         "hvdlite/shm/shm_operation.py",
-        "return DONE, self._used[number]",
-        "return DONE, 0",
+        "yield DONE, context.read_at[number]",
+        "yield DONE, 0",
         ("tests/shm/test_asynchronous.py::test_a_slot_is_filled_again_only_once_the_other_ranks_have_read_it",),
     ),
     Mutant(

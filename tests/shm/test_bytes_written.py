@@ -16,7 +16,7 @@ from hvdlite.comm.group import Group
 from hvdlite.comm.reduce_op import Average
 from hvdlite.ops.reduction import Reduction
 from hvdlite.shm.arithmetic import Arithmetic
-from hvdlite.shm.reductions import Blocks, SharedAllReduce
+from hvdlite.shm.reductions import SharedAllReduce
 from hvdlite.shm.shm_engine import ShmEngine
 from hvdlite.shm.shm_operation import CHUNK_BYTES, SLOTS_BYTES, ShmOperation
 
@@ -66,7 +66,7 @@ def test_each_byte_goes_through_the_segment_once_and_into_the_result_once(size: 
     sources = [torch.arange(numel, dtype=torch.float32) + rank for rank in range(size)]
     results = sources if in_place else [torch.empty(numel) for _ in sources]
     expected = torch.arange(numel, dtype=torch.float32) * size + sum(range(size))
-    ends = [engine._context.slot(engine.rank, 0).data_ptr() + SLOTS_BYTES for engine in engines]
+    ends = [engine._context.slots[engine.rank][0].data_ptr() + SLOTS_BYTES for engine in engines]
     slots = [(end - SLOTS_BYTES, end) for end in ends]
     steps = []
     for engine, source, result in zip(engines, sources, results, strict=True):
@@ -78,7 +78,6 @@ def test_each_byte_goes_through_the_segment_once_and_into_the_result_once(size: 
             result,
             flat,
             Arithmetic(SUM, torch.float32, size),
-            Blocks(context),
             None if in_place else source.view(torch.uint8),
         )
         steps.append(collective.run(collective.begin()))

@@ -426,7 +426,7 @@ def test_a_rank_maps_no_page_of_any_slots_before_it_uses_them(monkeypatch: pytes
     monkeypatch.setattr(mmap, "MAP_POPULATE", 0x8000)
 
     def on_rank(engine: ShmEngine) -> None:
-        slots = [engine._context.slot(rank, 0).data_ptr() for rank in range(engine.size)]
+        slots = [engine._context.slots[rank][0].data_ptr() for rank in range(engine.size)]
         assert [rss_bytes(each) for each in slots] == [0, 0]
         tensor = torch.ones(CHUNK_BYTES // 4)
         begin_all_reduce(engine, tensor).wait()
