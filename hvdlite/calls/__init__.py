@@ -8,6 +8,6 @@ Every rank uses this package, in `control`; rank 0 also in `coordinator`. The pa
 
 Modules import only what stands before them:
 
-    generation < handle < operation < direct_call < controller < mismatch < handshake < thread_labels
+    generation < handle < operation < controller < mismatch < handshake < thread_labels
         < call_sites < messages < mailbox
 """

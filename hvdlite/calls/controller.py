@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 from ..comm.group import Group
 from ..comm.step_clock import RankPace
-from .direct_call import DirectCall
 from .generation import SitsOut
 from .handle import Handle
-from .operation import Kind, Operation, Run
+from .operation import DirectCall, Kind, Operation, Run
 
 # Makes the function that a rank that has joined runs in an operation of this kind with these `Operation.same` values.
 StandIn = Callable[[Kind, Mapping[str, Any]], Run]

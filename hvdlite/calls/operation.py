@@ -2,6 +2,8 @@
 `Kind`: the functions that ranks call together; `Operation`: a rank's request for one; `Execution`: its run's arguments.
 
     Operation (the same on all ranks, but for `own`) ── all have asked ── run(Execution, with every rank's `own`)
+    DirectCall ── Controller.call_directly ── all ranks of the host vote for it ── result(all ranks' data)
+                                          └─ no vote, or no go ── operation(), submitted as any other
 
 These are plain values without a connection. A `Kind` holds what the rules in `coordinator.negotiation` need to know of
 an operation. `ops` makes operations for its collectives on tensors, and the `controller` brings the ranks together.
@@ -13,7 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..comm.group import Group
+from ..shm.board import VoteData
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,37 @@ class Operation:
     def describe(self) -> str:
         """The operation's description in messages, such as ``allreduce of 'loss'``."""
         return describe(self.kind, self.name if self.has_users_name else None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DirectCall:
+    """One rank's call among all ranks that waits for its result, with so few data that they go with the vote on it.
+
+    `ops.direct` makes it, and `control.requests` runs it on the calling thread; without a vote, or a go, it submits the
+    call as an operation.
+
+    ``agreed`` is all that must be equal on all ranks, but the user's ``name``; equal bytes mean that rank 0 would let
+    the operations begin. ``tensor`` has this rank's data, contiguous on the CPU; None if there are none. ``result``
+    makes the result from the data of all ranks. ``operation`` makes the same call as an operation, with the same
+    result. A result is never None. ``is_inference`` is whether the caller is in `torch.inference_mode`.
+    """
+
+    kind: Kind
+    name: str | None
+    agreed: bytes
+    tensor: Tensor | None
+    result: Callable[[VoteData], Any]
+    operation: Callable[[], Operation]
+    is_inference: bool
+
+    def result_elsewhere(self, data: VoteData) -> Any:
+        """Makes the result on another thread than the caller's, which may be making it, too."""
+        with torch.inference_mode(self.is_inference), torch.no_grad():
+            return self.result(data.copy())
+
+    def describe(self) -> str:
+        """The call's description in messages, as `Operation.describe`."""
+        return describe(self.kind, self.name)
 
 
 def describe(kind: Kind, name: str | None) -> str:

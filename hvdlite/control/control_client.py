@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from .. import forks
 from ..calls.call_sites import places_of_threads
 from ..calls.controller import SitOut, StandIn
-from ..calls.direct_call import DirectCall
 from ..calls.generation import Generation
 from ..calls.handle import Handle
 from ..calls.mailbox import FrameError, Mailbox
@@ -41,7 +40,7 @@ from ..calls.messages import (
     Unpin,
     Welcome,
 )
-from ..calls.operation import OPTIMIZER, Operation
+from ..calls.operation import OPTIMIZER, DirectCall, Operation
 from ..comm.group import Group
 from ..comm.step_clock import RankPace
 from ..errors import CommunicationError, HvdliteError, MismatchError, PeerLostError

@@ -19,16 +19,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..calls.direct_call import DirectCall
 from ..calls.handle import Handle
 from ..calls.messages import CloseRound, MissingRanks, OperationRequest, ToRank0
-from ..calls.operation import Operation
+from ..calls.operation import DirectCall, Operation
 from ..calls.thread_labels import CallingThread, ThreadLabels
 from ..comm.group import Group
 from ..comm.recorder import OPERATIONS
 from ..errors import CommunicationError, describe_interrupt, list_names
-from ..shm.board import Board
-from ..shm.vote_data import VoteData
+from ..shm.board import Board, VoteData
 from .callers import Callers
 from .executor import Executor, Name, Request
 from .joins import Joins

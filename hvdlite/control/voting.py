@@ -50,8 +50,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..calls.messages import OperationRequest
-from ..shm.board import DIGEST_BYTES, Board
-from ..shm.vote_data import VoteData
+from ..shm.board import DIGEST_BYTES, Board, VoteData
 
 MOST_BYTES = 1 << 16
 """Most bytes of a call that is voted on; longer calls are sent as messages, which have their own limit."""

@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..calls.direct_call import DirectCall
-from ..calls.operation import ALLGATHER, ALLREDUCE, BARRIER, BROADCAST, Kind, Operation
+from ..calls.operation import ALLGATHER, ALLREDUCE, BARRIER, BROADCAST, DirectCall, Kind, Operation
 from ..comm.reduce_op import OP_OF_ENGINE, Average, ReduceOp
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set_functions import global_process_set
 from ..runtime.world import current_world, is_initialized
+from ..shm.board import VoteData
 from ..shm.control_block import PAYLOAD_BYTES
-from ..shm.vote_data import VoteData
 from .allgather_reducescatter import Allgather
 from .allreduce import Allreduce
 from .base import in_callers_modes

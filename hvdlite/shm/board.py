@@ -4,8 +4,8 @@ The vote board: words in shared memory by which the ranks of one host agree on a
 Each rank writes its vote (round and digest) to its own control block. Rank 0 writes the open round, the last round
 decided with "go", and whether votes are paused. A rank waits by checking, spinning, and sleeping at a bell (a futex).
 
-A vote may come with a few bytes of data (`vote_data`): after a go every rank has all ranks' bytes, and needs no further
-word. They lie in slots that take turns with each such go.
+A vote may come with a few bytes of data: after a go every rank has all ranks' bytes, and needs no further word. They
+lie in slots that take turns with each such go; `ops.direct` reads them.
 
 Rounds are numbered from 1, and one is open at a time. Each rank may vote once in it. Rank 0's process alone decides the
 round, which opens the next. `control.voting` casts the votes, and the `coordinator` decides them. Each word has one
@@ -14,14 +14,18 @@ writer (rank 0's are written under a lock of the coordinator), except the bells,
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
+import torch
+from torch import Tensor
+
+from .arithmetic import Arithmetic
 from .control_block import VOTE_SLOTS, ControlBlock
 from .futex import comes_soon, fence, reads_in_order, sleep_while, wake
-from .vote_data import VoteData
 
 DIGEST_BYTES = 16
 
@@ -34,6 +38,9 @@ _SLEEP_S = 0.1
 
 _READS_IN_ORDER = reads_in_order()
 
+# The most lists of views that a slot keeps.
+_REMEMBERED = 256
+
 
 @runtime_checkable
 class HasBoard(Protocol):
@@ -43,6 +50,52 @@ class HasBoard(Protocol):
     def board(self) -> Board:
         """The vote board of the engine's ranks."""
         ...
+
+
+class VoteData:
+    """One rank's view of a slot of the data that ranks write beside their votes.
+
+    After a go each rank reads all ranks' data. A thread whose call was handed over to another may go on to read its
+    slot: what it makes then is dropped.
+    """
+
+    def __init__(self, rank: int, pieces: Sequence[Tensor]) -> None:
+        """``pieces`` are the bytes of the slot, by rank, `PAYLOAD_BYTES` each."""
+        self._rank, self._pieces = rank, pieces
+        self._own = pieces[rank].data_ptr()
+        self._elements: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self._arithmetics: dict[tuple[object, torch.dtype], Arithmetic] = {}
+
+    def write(self, address: int, nbytes: int) -> None:
+        """Copies this rank's data, ``nbytes`` at ``address``."""
+        ctypes.memmove(self._own, address, nbytes)
+
+    def copy(self) -> VoteData:
+        """Returns the same data in memory of this process, for another thread."""
+        return VoteData(self._rank, [piece.clone() for piece in self._pieces])
+
+    def elements(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
+        """Returns the first elements of each rank's data, in rank order: views of the slot."""
+        key = (dtype, numel)
+        found = self._elements.get(key)
+        if found is None:
+            if len(self._elements) >= _REMEMBERED:
+                self._elements.clear()
+            nbytes = numel * dtype.itemsize
+            found = self._elements[key] = [piece[:nbytes].view(dtype) for piece in self._pieces]
+        return found
+
+    def reduced(self, op: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Returns all ranks' tensors of this shape, reduced by an op of torch.distributed as `reductions` does it."""
+        arithmetic = self._arithmetics.get((op, dtype))
+        if arithmetic is None:
+            arithmetic = Arithmetic(op, dtype, len(self._pieces))
+            # The memory of those that have some is for one thread at a time; a thread that was handed over may go on.
+            if not arithmetic.is_wide:
+                self._arithmetics[op, dtype] = arithmetic
+        result = torch.empty(shape, dtype=dtype, device="cpu")
+        arithmetic.into(self.elements(dtype, result.numel()), result.view(-1), is_apart=True)
+        return result
 
 
 class Board:

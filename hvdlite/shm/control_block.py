@@ -11,7 +11,7 @@
     headers                 of the latest operations: which collective, its arguments, and where the data lies
     board                   the rank's votes on the order of operations, see `board`
     payloads                the data of the latest operations, where they are small
-    vote_data               the data that go with the rank's votes, see `vote_data`
+    vote_data               the data that go with the rank's votes, see `board`
 
 Only its own rank writes a control block. It writes header and data first and raises the counter after them, so readers
 take no lock. A counter has the number of the operation in progress in its upper bits, and how many chunks of it are

@@ -23,10 +23,9 @@ from hvdlite.coordinator.negotiation import Negotiation
 from hvdlite.coordinator.stall import StallRules
 from hvdlite.coordinator.stragglers import StragglerWatch
 from hvdlite.runtime.world import current_world
-from hvdlite.shm.board import DIGEST_BYTES, Board
+from hvdlite.shm.board import DIGEST_BYTES, Board, VoteData
 from hvdlite.shm.control_block import CONTROL_BLOCK_BYTES, ControlBlock
 from hvdlite.shm.segment import Segment
-from hvdlite.shm.vote_data import VoteData
 from hvdlite.signing import Signer
 
 SHARED = "shared memory"

@@ -367,8 +367,7 @@ print("done")
 
 # Each rank says what its call returned or raised; the one that dies does so at the named point of its second call.
 DIES_IN_CALL = """
-from hvdlite.shm.board import Board
-from hvdlite.shm.vote_data import VoteData
+from hvdlite.shm.board import Board, VoteData
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 hvd.init()
 def dies(owner, name, after):

@@ -22,8 +22,7 @@ from hvdlite.control.voting import DirectVote, Voter
 from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.runtime import world
 from hvdlite.runtime.world import current_world
-from hvdlite.shm.board import Board
-from hvdlite.shm.vote_data import VoteData
+from hvdlite.shm.board import Board, VoteData
 
 SHARED = "shared memory"
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -511,7 +510,7 @@ def test_a_call_that_is_interrupted_at_any_line_leaves_the_ranks_in_step(interru
 def test_a_signal_handler_may_make_a_call_at_any_line_and_return(signalled, goes, monkeypatch):
     """The call goes on where it was, with results that are right on both ranks, and later calls pair up."""
     monkeypatch.setattr(voting, "PATIENCE_S", 60.0 if goes else 0.0)
-    files = ("control/requests.py", "control/voting.py", "shm/board.py", "shm/vote_data.py")
+    files = ("control/requests.py", "control/voting.py", "shm/board.py")
     begun, over = threading.Barrier(2), threading.Barrier(2)
     is_last = threading.Event()
     requests_of: dict[int, Any] = {}
