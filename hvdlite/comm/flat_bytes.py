@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import mmap
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -26,14 +26,9 @@ _MOST_KEPT_BYTES = 2**27
 _kept: list[mmap.mmap] = []
 
 
-def _find_madvise() -> Callable[[int, int, int], int] | None:
-    madvise = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
-    if madvise is not None:
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return madvise
-
-
-_madvise = _find_madvise()
+_madvise = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
+if _madvise is not None:
+    _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def give_back_free_memory() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,18 +20,18 @@ _LENGTH_BYTES = 8
 HEADER_BYTES = _LENGTH_BYTES + 2 * TAG_BYTES
 
 
+@dataclass
 class SignedCall:
-    """One collective of signed data. Its number differs from that of every other call of the group."""
+    """One collective of signed data. Its number differs from that of every other call of the group.
 
-    def __init__(
-        self, signer: Signer, number: int, what: str, group_rank: int, describe_rank: Callable[[int], str]
-    ) -> None:
-        """``group_rank`` is this rank, and ``describe_rank`` names any of the group."""
-        self._signer = signer
-        self._number = number
-        self._what = what
-        self._rank = group_rank
-        self._describe_rank = describe_rank
+    ``rank`` is this rank of the group, and ``describe_rank`` names any.
+    """
+
+    signer: Signer
+    number: int
+    what: str
+    rank: int
+    describe_rank: Callable[[int], str]
 
     def header(self, data: bytes, group_rank: int) -> Tensor:
         """Returns what this rank sends before the data: length, digest, and a signature of both, the rank and the call.
@@ -38,7 +39,7 @@ class SignedCall:
         It is of shape ``(HEADER_BYTES,)`` and uint8.
         """
         length, own_digest = len(data), digest(data)
-        tag = self._signer.sign(self._what, self._number, group_rank, length, own_digest)
+        tag = self.signer.sign(self.what, self.number, group_rank, length, own_digest)
         return tensor_of(length.to_bytes(_LENGTH_BYTES, "big") + own_digest + tag)
 
     def read_header(self, received: Tensor, group_rank: int) -> tuple[int, bytes]:
@@ -46,7 +47,7 @@ class SignedCall:
         header = bytes(received.tolist())
         length = int.from_bytes(header[:_LENGTH_BYTES], "big")
         its_digest, tag = header[_LENGTH_BYTES:-TAG_BYTES], header[-TAG_BYTES:]
-        if not self._signer.is_signed(tag, self._what, self._number, group_rank, length, its_digest):
+        if not self.signer.is_signed(tag, self.what, self.number, group_rank, length, its_digest):
             raise self._forged(group_rank)
         return length, its_digest
 
@@ -60,8 +61,8 @@ class SignedCall:
 
     def _forged(self, group_rank: int) -> CommunicationError:
         return CommunicationError(
-            f"{self._what} failed on {self._describe_rank(self._rank)}: the data received from "
-            f"{self._describe_rank(group_rank)} are not signed with this job's key for this call: something on the "
+            f"{self.what} failed on {self.describe_rank(self.rank)}: the data received from "
+            f"{self.describe_rank(group_rank)} are not signed with this job's key for this call: something on the "
             "network between the two has changed or replaced them"
         )
 

@@ -46,7 +46,6 @@ class TorchEngineFactory:
 
         ``unused_default`` is the default process group that hvdlite has made, with its connections.
         """
-        self.backend = backend
         self._unused_default = unused_default
         self._further = SubsetEngineFactory(ranks, backend, range(ranks.size))
 
@@ -54,7 +53,7 @@ class TorchEngineFactory:
         if self._unused_default is None:
             return self._further.open()
         (default, connections), self._unused_default = self._unused_default, None
-        return TorchEngine(default, has_nccl=_has_nccl(self.backend), cut=connections.end_waits)
+        return TorchEngine(default, has_nccl=self._further.has_nccl, cut=connections.end_waits)
 
     def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
         return self._further.among(group_ranks, group_rank, token)
@@ -73,6 +72,7 @@ class SubsetEngineFactory:
         self._ranks = ranks
         self._backend = backend
         self._backend_of = _backend_by_device(backend)
+        self.has_nccl = self._backend_of["cuda"] == "nccl"
         self._global_ranks = list(global_ranks)
         self._opened = itertools.count()
         # As long as the groups, which refer to them.
@@ -94,10 +94,8 @@ class SubsetEngineFactory:
             )
             own = self._ranks.names[self._ranks.rank]
             raise CommunicationError(f"{own} could not connect to the other ranks: {why}") from error
-        has_nccl = self._backend_of["cuda"] == "nccl"
-        return TorchEngine(
-            group, has_nccl=has_nccl, cut=connections.end_waits, shut_down=partial(_shut_down, group, connections)
-        )
+        shut_down = partial(_shut_down, group, connections)
+        return TorchEngine(group, has_nccl=self.has_nccl, cut=connections.end_waits, shut_down=shut_down)
 
     def _make(self, label: str, connections: Connections) -> dist.ProcessGroup:
         store = PrefixStore(label, self._ranks.store)
@@ -134,10 +132,6 @@ class SubsetEngineFactory:
 def _shut_down(group: dist.ProcessGroup, connections: Connections) -> None:
     connections.shut_down()
     group.shutdown()
-
-
-def _has_nccl(backend: str) -> bool:
-    return backend == "nccl" or "cuda:nccl" in backend.split(",")
 
 
 def _backend_by_device(backend: str) -> dict[str, str]:

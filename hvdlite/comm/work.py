@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..errors import CommunicationError, MismatchError, describe_interrupt, list_names
 from .ends import Ends
@@ -88,29 +89,20 @@ class CollectiveWatch:
         return self._first_end
 
 
+@dataclass(eq=False)
 class Work:
-    """A collective in progress. `wait` blocks until its tensors may be read, or raises its error."""
+    """A collective in progress. `wait` blocks until its tensors may be read, or raises its error.
 
-    def __init__(
-        self,
-        work: EngineWork,
-        what: str,
-        watch: CollectiveWatch,
-        error_of: Callable[[str, BaseException], CommunicationError],
-        collective: CollectiveId | None = None,
-        describe_rank: Callable[[int], str] = str,
-    ) -> None:
-        """``what`` and ``collective`` name the collective for messages and for the watch.
+    ``_what`` and ``_collective`` name the collective for messages and for the watch. ``_error_of(what, error)``
+    converts the engine's error to hvdlite's. ``_describe_rank`` names a rank of the group in messages.
+    """
 
-        ``error_of(what, error)`` converts the engine's error to hvdlite's. ``describe_rank`` names a rank of the group
-        in messages.
-        """
-        self._collective = collective
-        self._work = work
-        self._what = what
-        self._watch = watch
-        self._error_of = error_of
-        self._describe_rank = describe_rank
+    _work: EngineWork
+    _what: str
+    _watch: CollectiveWatch
+    _error_of: Callable[[str, BaseException], CommunicationError]
+    _collective: CollectiveId | None = None
+    _describe_rank: Callable[[int], str] = str
 
     def wait(self) -> None:
         """Block until done; on a GPU the current stream waits, and not the host."""
