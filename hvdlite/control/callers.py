@@ -88,9 +88,11 @@ class Callers:
         A thread that is blocked in an operation, and not in an engine, counts as able to request more: it continues
         when that operation ends.
         """
+        called = self._threads.copy()
         alive = _living_threads()
         with self._lock:
-            self._threads &= alive
+            # A thread that has begun to call meanwhile is not among the living, and stays.
+            self._threads -= called - alive
             return not (self._threads | (self._watch.beginners & alive)) <= blocked_in_engine
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ import hvdlite as hvd
 from hvdlite.calls import thread_labels
 from hvdlite.calls.thread_labels import CallingThread, ThreadLabels
 from hvdlite.comm.group import Group
+from hvdlite.comm.work import CollectiveWatch
+from hvdlite.control import callers
 from hvdlite.environment import Environment
 from hvdlite.runtime import world as world_module
 from hvdlite.runtime.world import current_world
@@ -357,6 +360,35 @@ def test_what_a_thread_says_of_itself_is_short_once_it_is_the_only_caller():
     # This thread lived when another one called, and may be meant in its place.
     assert known.of_call("key").has_rivals
     assert not known.of_call("another key").has_rivals
+
+
+def test_a_thread_that_begins_to_call_while_the_living_are_listed_is_a_caller(monkeypatch):
+    """Otherwise the rank would be taken for blocked while this thread may still call what the others wait for."""
+    known = callers.Callers(SimpleNamespace(watch=CollectiveWatch()))
+    has_called, over = threading.Event(), threading.Event()
+
+    def call() -> None:
+        known.called()
+        has_called.set()
+        over.wait(60)
+
+    thread, list_living = threading.Thread(target=call), callers._living_threads
+
+    def list_living_before_it() -> set[int | None]:
+        alive = list_living()
+        thread.start()
+        assert has_called.wait(60)
+        return alive
+
+    monkeypatch.setattr(callers, "_living_threads", list_living_before_it)
+    known.can_ask(frozenset())
+    assert known.threads() == {thread.ident}
+    over.set()
+    thread.join()
+    # Once it has ended it is none.
+    monkeypatch.undo()
+    known.can_ask(frozenset())
+    assert known.threads() == frozenset()
 
 
 def test_threads_that_python_has_not_made_are_one_caller(monkeypatch):
