@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..errors import MOST_NAMED, list_names
 from .operation import ALLREDUCE, REDUCESCATTER, Kind
 
 Hosts = Sequence[str] | Mapping[int, str]
@@ -115,9 +116,8 @@ def _words_of_tensor(entry: Sequence[Any] | None) -> str:
 
 def name_ranks(ranks: Sequence[int], hosts: Hosts) -> str:
     """Names ranks with their hosts: ``rank 0 (node1)``, or for many ``ranks 0 (node1), 1 (node1) and 14 more``."""
-    shown = [f"{rank} ({hosts[rank]})" for rank in ranks[:8]]
-    more = f" and {len(ranks) - len(shown)} more" if len(ranks) > len(shown) else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(shown)}{more}"
+    shown = [f"{rank} ({hosts[rank]})" for rank in ranks[:MOST_NAMED]]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {list_names(shown, len(ranks))}"
 
 
 def by_value(values: Mapping[int, str], hosts: Hosts) -> str:

@@ -119,10 +119,6 @@ class Executor:
             self.current = (what, time.monotonic())
             request.carry_out(owns, divisor, self.recorder, self._note_end)
 
-    def end_with(self, request: Request, make: Callable[[], Any]) -> None:
-        """Ends a direct call with what ``make`` returns or raises, after `is_making_result` was set."""
-        request.end_with(make, self.recorder, self._note_result)
-
     def finish(self) -> None:
         """Ends the thread once everything that was put in is done."""
         self._queue.put(None)
@@ -143,7 +139,8 @@ class Executor:
             # No reference is kept until the next item, since it would keep the caller's tensors alive.
             del item
 
-    def _note_result(self) -> None:
+    def note_result(self) -> None:
+        """Notes that the result of a direct call is made, after `is_making_result` was set."""
         self.is_making_result = False
 
     def _note_end(self) -> None:

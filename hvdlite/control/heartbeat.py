@@ -20,6 +20,7 @@ from types import MappingProxyType
 from ..calls.messages import Busy, StillWaiting, WaitingThread, Welcome
 from ..coordinator.scene import BlockedThread
 from ..coordinator.stall import CAUSES_OF_SILENCE, JOIN, StallRules
+from ..errors import list_names
 from ..log import log
 from .callers import Callers
 from .executor import Executor
@@ -211,7 +212,7 @@ class WaitReports:
         waits += [asked.pop(ticket) for ticket, _ in self._callers.blocked() if ticket in asked]
         waits += [JOIN] if is_joining else []
         whats = list(dict.fromkeys([*waits, *asked.values()]))
-        return ", ".join(whats[:8]) + (f" and {len(whats) - 8} more" if len(whats) > 8 else "")
+        return list_names(whats, len(whats))
 
     def _describe(self, rank: int, pid: int) -> str:
         return f"rank {rank} ({self._group.hosts[rank]}, pid {pid})"

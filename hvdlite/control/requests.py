@@ -348,7 +348,8 @@ class Requests:
         data = voter.data_of_go(direct.vote)
         request = self._end_vote(ask, is_go=data is not None, direct=direct)
         if request is not None and data is not None:
-            self._executor.end_with(request, partial(direct.call.result_elsewhere, data))
+            make, executor = partial(direct.call.result_elsewhere, data), self._executor
+            request.end_with(make, executor.recorder, executor.note_result)
 
     def _end_vote(self, ask: OperationRequest, *, is_go: bool, direct: _Direct | None = None) -> Request | None:
         """Ends the vote for ``ask``: returns the request if it is a go, else sends it, before those held behind it."""

@@ -39,7 +39,7 @@ from .deadlocks import Deadlocks
 from .endings import Endings
 from .joined_steps import JoinedSteps
 from .scene import BlockedThread, Id, Joined, PairingQueue, Pending, Refusal, Scene
-from .stall import SHOWN, StallRules, StallWatch
+from .stall import StallRules, StallWatch
 
 # Delay between a difference and its error, so that the error can say what all ranks did; and between the first sign of
 # a deadlock and its error, so that messages in flight can arrive.
@@ -139,7 +139,7 @@ class Negotiation:
         Only the oldest operations are covered.
         """
         told: list[MissingRanks] = []
-        for pending in itertools.islice(self.scene.pending.values(), SHOWN):
+        for pending in itertools.islice(self.scene.pending.values(), MOST_NAMED):
             if rank in pending.asks and (absent := pending.absent(self.scene.joined)):
                 told.append(MissingRanks(pending.asks[rank].ticket, tuple(absent[:MOST_NAMED]), len(absent)))
         return StillHere(tuple(told))

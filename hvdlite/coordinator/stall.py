@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from ..errors import MOST_NAMED, list_names
 from .joined_steps import JoinedSteps
 from .scene import Pending, Scene
 
@@ -21,9 +22,6 @@ SILENT_S = 5.0
 # This many seconds before a warning is due (half its limit, if that is shorter), and again at this interval, rank 0
 # asks the ranks for the lines that their programs are at.
 ASKED_S = 6.0
-
-# Most operations, or ranks, that a message names.
-SHOWN = 8
 
 JOIN = "hvd.join()"
 
@@ -145,7 +143,7 @@ class StallWatch:
             return ""
         usual = oldest.missing(self._scene.joined)
         shown = []
-        for pending in others[: SHOWN - 1]:
+        for pending in others[: MOST_NAMED - 1]:
             missing = pending.missing(self._scene.joined)
             shown.append(pending.first.what)
             if missing != usual:
@@ -257,8 +255,8 @@ class StallWatch:
     def _whereabouts_of(self, ranks: Collection[int], now_s: float) -> str:
         # First the ranks that most likely hold up the others.
         order = sorted(ranks, key=lambda rank: (not self._is_silent(rank, now_s), rank in self._scene.busy, rank))
-        shown = [f"{self._name([rank])}, {self._whereabouts(rank, now_s)}" for rank in order[:SHOWN]]
-        return "; ".join(shown) + _and_more(len(order) - SHOWN)
+        shown = [f"{self._name([rank])}, {self._whereabouts(rank, now_s)}" for rank in order[:MOST_NAMED]]
+        return "; ".join(shown) + _and_more(len(order) - MOST_NAMED)
 
     def _whereabouts(self, rank: int, now_s: float) -> str:
         scene, line = self._scene, self._lines.get(rank)
@@ -269,13 +267,13 @@ class StallWatch:
         waits += [each.what for each in scene.busy.get(rank, ())]
         waits += [scene.pending[wait].first.what for wait in sorted(scene.waiting.get(rank, ()))]
         if waits:
-            return f"which waits in {_listed(waits)}{at}{silence}"
+            return f"which waits in {list_names(waits, len(waits))}{at}{silence}"
         if told := scene.under_way.get(rank):
             return f"which is in {told[0].what}{at}{silence}"
         asked = [pending.first.what for pending in scene.pending.values() if rank in pending.asks]
         if asked:
             is_at = f" and is at {line}" if line else ""
-            return f"which has called {_listed(asked)}{is_at}{silence}"
+            return f"which has called {list_names(asked, len(asked))}{is_at}{silence}"
         return (f"which is at {line}" if line else "which computes or hangs") + silence
 
     def _is_silent(self, rank: int, now_s: float) -> bool:
@@ -292,8 +290,10 @@ class StallWatch:
     def _name(self, ranks: Sequence[int]) -> str:
         """Names ranks: ``rank 1 (node1, pid 4242)``."""
         hosts, pids = self._scene.hosts, self._scene.pids
-        shown = [f"{rank} ({hosts[rank]}{f', pid {pids[rank]}' if rank in pids else ''})" for rank in ranks[:SHOWN]]
-        return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(shown)}{_and_more(len(ranks) - SHOWN)}"
+        shown = [
+            f"{rank} ({hosts[rank]}{f', pid {pids[rank]}' if rank in pids else ''})" for rank in ranks[:MOST_NAMED]
+        ]
+        return f"{'rank' if len(ranks) == 1 else 'ranks'} {list_names(shown, len(ranks))}"
 
     def _warns(self, kind: str, stalls: Stalls, waited_s: float, words: Callable[[], str], now_s: float) -> bool:
         """Adds a warning if it is time for one; returns whether the wait is to be ended instead."""
@@ -313,10 +313,6 @@ class StallWatch:
 
 def _is_over(waited_s: float, limit_s: float | None) -> bool:
     return limit_s is not None and waited_s >= limit_s
-
-
-def _listed(whats: Sequence[str]) -> str:
-    return ", ".join(whats[:SHOWN]) + _and_more(len(whats) - SHOWN)
 
 
 def _and_more(count: int) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from ..errors import CommunicationError, LaunchEnvironmentError, MismatchError, describe_interrupt
+from ..errors import CommunicationError, LaunchEnvironmentError, MismatchError, describe_interrupt, list_names
 from ..signing import TAG_BYTES, Signer
 from .placement import Placement
 from .secret import SECRET, new_secret
@@ -29,7 +29,6 @@ MAX_BYTES = 1 << 16
 """The size limit of one rank's info in the store."""
 
 _GIVEN = "given"  # rank 0 stores this instead of a secret if the user has given one
-_PARTING = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ def exchange_rank_info(
         store.wait(keys, timeout)
     except KeyboardInterrupt as interrupt:
         if late := _late(store, keys):
-            describe_interrupt(interrupt, f"hvd.init() for {_named(late)}")
+            describe_interrupt(interrupt, f"hvd.init() for rank {_numbers(late)}")
         raise
     except RuntimeError as error:
         raise CommunicationError(_words_of_late(store, keys, own, timeout, error)) from error
@@ -130,7 +129,7 @@ def _words_of_late(store: Store, keys: Sequence[str], own: RankInfo, timeout: ti
         return f"{where}: the ranks' store failed: {error}"
     return (
         f"{where}: another rank did not call it within {timeout.total_seconds():g} s, or ended before it did: missing: "
-        f"{_named(late)}. ({str(error).strip().partition(chr(10))[0]})"
+        f"rank {_numbers(late)}. ({str(error).strip().partition(chr(10))[0]})"
     )
 
 
@@ -141,5 +140,5 @@ def _late(store: Store, keys: Sequence[str]) -> list[int]:
     return []
 
 
-def _named(ranks: Sequence[int]) -> str:
-    return "rank " + ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+def _numbers(ranks: Sequence[int]) -> str:
+    return list_names([str(rank) for rank in ranks], len(ranks))

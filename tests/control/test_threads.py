@@ -386,7 +386,7 @@ def test_a_thread_that_begins_to_call_while_the_living_are_listed_is_a_caller(mo
     over.set()
     thread.join()
     # Once it has ended it is none.
-    monkeypatch.undo()
+    monkeypatch.setattr(callers, "_living_threads", list_living)
     known.can_ask(frozenset())
     assert known.threads() == frozenset()
 
