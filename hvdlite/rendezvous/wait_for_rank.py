@@ -9,7 +9,7 @@ in each `hvd.init`. `launchers` makes a `Placement` of it, and `runtime.elastic_
 Where the program of the ranks that there are is in a function of `hvd.elastic.run`, a new worker first makes its model
 and whatever comes before that function, and asks for a rank after that: so nobody waits for it meanwhile.
 
-    rank 0, in the function ── elastic/program ── a new worker, or one that waits for a rank ── JoinableProgram
+    rank 0, in the function ── elastic/program ── a new worker, or one that waits for a rank ── its hosts
     the latter takes back that it has asked ── INIT_FAILED ── hvdlite-run ── standby/<number> ── `take_back`
 """
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hvdlite_wire.assignments import ANSWERS, Dismissal, RankAssignment, assignment_key, standby_key
 from hvdlite_wire.store_requests import StoreRequest
@@ -32,40 +31,33 @@ _PROGRAM = "elastic/program"
 _PAUSE_S = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class JoinableProgram:
-    """A program that new workers can join: the hosts of its ranks, by rank."""
-
-    hosts: tuple[str, ...]
-
-
 def tell_of_program(client: StoreClient, hosts: Sequence[str]) -> None:
     """Tells new workers that the ranks on these hosts are in a function of `hvd.elastic.run`."""
     client.set({f"{_PROGRAM}/0".encode(): json.dumps(list(hosts)).encode()})
 
 
-def find_program(client: StoreClient) -> JoinableProgram | None:
-    """Returns the program that a new worker can join; None if there is none yet."""
+def find_program(client: StoreClient) -> tuple[str, ...] | None:
+    """Returns the hosts, by rank, of the program that a new worker can join; None if there is none yet."""
     key = f"{_PROGRAM}/0".encode()
     try:
         (is_there,) = client.request(StoreRequest.CHECK, [key])
-        return JoinableProgram(tuple(json.loads(client.get([key])[0]))) if int(is_there) else None
+        return tuple(json.loads(client.get([key])[0])) if int(is_there) else None
     except (OSError, ValueError) as error:
         raise CommunicationError(f"hvd.init() failed: hvdlite-run's agent does not answer: {error}") from error
 
 
 def wait_for_rank_or_program(
     client: StoreClient, listening: StoreClient, worker: int
-) -> RankAssignment | JoinableProgram:
-    """Does what `wait_for_rank` does, for a first rank, or returns the program that it can join if that comes first.
+) -> RankAssignment | tuple[str, ...]:
+    """Does what `wait_for_rank` does, for a first rank, or what `find_program` does if there is one first.
 
     ``listening`` is another client of the same store.
     """
-    found: list[JoinableProgram] = []
+    found: list[tuple[str, ...]] = []
     is_over = threading.Event()
 
     def interrupt(value: bytes) -> None:
-        found.append(JoinableProgram(tuple(json.loads(value))))
+        found.append(tuple(json.loads(value)))
         # More than once, because the other thread may just begin to wait.
         while not is_over.wait(_PAUSE_S):
             client.hang_up()

@@ -18,9 +18,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from hvdlite_wire.assignments import NewWorkerPolicy, RankAssignment
-from hvdlite_wire.codec import encode
-from hvdlite_wire.field_types import Refusals
+from hvdlite_wire.assignments import RankAssignment
 from hvdlite_wire.store_requests import StoreRequest
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -176,17 +174,11 @@ class LauncherEnd:
     worker: int
     name: str
 
-    def tell(
-        self,
-        what: StoreRequest,
-        timeout: timedelta,
-        generation: int | None = None,
-        newcomers: NewWorkerPolicy = NewWorkerPolicy.WELCOME,
-    ) -> None:
-        """``generation``: the last one in which a worker of an elastic job was given a rank, 0 if there is none."""
-        self._request(what, timeout, generation, *([] if newcomers is NewWorkerPolicy.WELCOME else [b"%d" % newcomers]))
+    def tell(self, what: StoreRequest, timeout: timedelta, generation: int | None = None, *further: bytes) -> None:
+        """``generation``: the last one in which a worker of an elastic job was given a rank, 0 if there is none.
 
-    def _request(self, what: StoreRequest, timeout: timedelta, generation: int | None, *further: bytes) -> None:
+        ``further``: the worker's `NewWorkerPolicy` if that is not to welcome them, or its `Refusals`.
+        """
         numbers = [self.worker] if generation is None else [self.worker, generation]
         try:
             self.client.request(what, [*(b"%d" % each for each in numbers), *further], timeout.total_seconds())
@@ -195,14 +187,10 @@ class LauncherEnd:
                 f"hvd.init() failed on {self.name}: hvdlite-run's agent on this host does not answer: {error}"
             ) from error
 
-    def tell_failure(self, generation: int | None = None, refusals: Refusals | None = None) -> None:
-        """Like `tell`, but does not wait for long, and ignores errors.
-
-        ``refusals`` is given if this worker could not connect to the other ranks of an elastic job's generation.
-        """
-        further = () if refusals is None else (encode(refusals),)
+    def tell_failure(self, generation: int | None = None, *further: bytes) -> None:
+        """Like `tell`, but does not wait for long, and ignores errors."""
         with contextlib.suppress(CommunicationError):
-            self._request(StoreRequest.INIT_FAILED, _GIVING_UP, generation, *further)
+            self.tell(StoreRequest.INIT_FAILED, _GIVING_UP, generation, *further)
 
 
 def store_client(url: str, process: ProcessState) -> StoreClient:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
 import torch
-from hvdlite_wire.assignments import RankAssignment
+from hvdlite_wire.assignments import NewWorkerPolicy, RankAssignment
+from hvdlite_wire.codec import encode
 from hvdlite_wire.fault_points import answer_key, ask_key
 from hvdlite_wire.field_types import Refusals
 from hvdlite_wire.job_contract import CHAOS
@@ -35,7 +36,7 @@ from ..rendezvous.key_listener import KeyListener
 from ..rendezvous.launchers import ElasticWorker, read_placement
 from ..rendezvous.placement import placements_to_topology
 from ..rendezvous.store_client import StoreClient
-from ..rendezvous.wait_for_rank import JoinableProgram, find_program, take_back, wait_for_rank, wait_for_rank_or_program
+from ..rendezvous.wait_for_rank import find_program, take_back, wait_for_rank, wait_for_rank_or_program
 from ..signing import Signer
 from .connect_ranks import LauncherEnd, connect_all, store_client
 from .make_world import InitCall, World
@@ -67,18 +68,19 @@ def connect_elastic(worker: ElasticWorker, call: InitCall) -> World:
     if process.generation == 0 and not process.has_stood_by:
         _import_for_optimizers()
         point("init")
-    if may_stand_by and (program := find_program(launcher.client)) is not None:
-        return _stand_by(program, worker, call)
+    if may_stand_by and (hosts := find_program(launcher.client)) is not None:
+        return _stand_by(hosts, worker, call)
     retry = Retry(_TRIES)
     while True:
         if (memory := process.kept("shared memory")) is not None:
             # Once all have asked for a rank, others may use memory again that this process has written to.
             memory.wait_until_quiet()
-        launcher.tell(StoreRequest.INIT_STARTED, call.timeout.timeout, process.generation, process.newcomers)
+        policy = () if process.newcomers is NewWorkerPolicy.WELCOME else (b"%d" % process.newcomers,)
+        launcher.tell(StoreRequest.INIT_STARTED, call.timeout.timeout, process.generation, *policy)
         if may_stand_by:
             listening = StoreClient.from_url(worker.store_url)
             found = wait_for_rank_or_program(launcher.client, listening, worker.number)
-            if isinstance(found, JoinableProgram):
+            if not isinstance(found, RankAssignment):
                 # As long as it counts as ready, the others would wait for it.
                 launcher.tell(StoreRequest.INIT_FAILED, call.timeout.timeout, 0)
                 if take_back(launcher.client, worker.number):
@@ -115,7 +117,7 @@ def _connect(worker: ElasticWorker, assignment: RankAssignment, launcher: Launch
         by_rank = dict(connecting.addresses_by_rank)
         own = by_rank.pop(assignment.rank, ())
         others = dict.fromkeys(address for each in by_rank.values() for address in each if address not in own)
-        launcher.tell_failure(assignment.generation, Refusals(own, refused_by(error, others)))
+        launcher.tell_failure(assignment.generation, encode(Refusals(own, refused_by(error, others))))
         raise
     except BaseException:
         launcher.tell_failure(assignment.generation)
@@ -141,27 +143,23 @@ def _ended_with(worker: ElasticWorker, assignment: RankAssignment, connecting: C
         listener.close()
 
 
-def _stand_by(program: JoinableProgram, worker: ElasticWorker, call: InitCall) -> World:
-    """Returns a world without other ranks, in which a new worker makes what its program needs to become a rank."""
+def _stand_by(hosts: Sequence[str], worker: ElasticWorker, call: InitCall) -> World:
+    """Returns a world without other ranks, in which a new worker makes what its program needs to become a rank.
+
+    ``hosts`` are those of the ranks that there are.
+    """
     call.process.has_stood_by = True
     # It takes the place of one that was lost, if not all others'.
-    size = max(1, len(program.hosts))
+    size = max(1, len(hosts))
     assignment = RankAssignment(0, size - 1, size, 1)
     placement = read_placement(os.environ, assignment)
     assert placement is not None, "it is a worker of hvdlite-run"
     alone = placements_to_topology(0, [placement])
-    local_size = max(1, program.hosts.count(placement.host))
+    local_size = max(1, hosts.count(placement.host))
     topology = replace(alone, rank=assignment.rank, size=size, local_size=local_size)
     generation = Generation()
-    group = Group(
-        SingleRankFactory(),
-        0,
-        1,
-        [placement.host],
-        signer=Signer(os.urandom(32)),
-        watch=generation.watch,
-        label="standby",
-    )
+    signer = Signer(os.urandom(32))
+    group = Group(SingleRankFactory(), 0, 1, [placement.host], signer=signer, watch=generation.watch, label="standby")
     call.undo.callback(group.close)
     controller = StandbyController(1, generation.recorder)
     sets = Registry(group, controller, generation, is_elastic=True)

@@ -91,7 +91,7 @@ class Registry:
         group, failure = None, None
         if self._all_ranks.rank in process_set.ranks:
             try:
-                group = self._open(process_set, set_id, execution.owns[0])
+                group = self._all_ranks.among(process_set.ranks, set_id=set_id, token=execution.owns[0])
             except RuntimeError as error:
                 failure = error
         try:
@@ -131,10 +131,6 @@ class Registry:
         if is_of_all or any(ranks == known.ranks for known in self._sets.values()):
             # Horovod's text.
             raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
-
-    def _open(self, process_set: ProcessSet, set_id: int, token: str) -> Group:
-        ranks = process_set.ranks
-        return self._all_ranks.among(ranks, set_id=set_id, token=token)
 
     def _unregister(self, set_id: int) -> None:
         group = self._sets[set_id].membership().group

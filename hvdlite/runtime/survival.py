@@ -247,7 +247,10 @@ class Survival:
     def begin(self, group: Group, assignment: RankAssignment) -> None:
         """Exchanges reports in a new world. Every rank must call it, and waits for all."""
         self._listener = KeyListener(
-            _store_client(), f"{assignment.prefix}/end", _ignore, partial(self._revoke, assignment.generation)
+            StoreClient.from_url(os.environ.get(STORE, "")),
+            f"{assignment.prefix}/end",
+            lambda _: None,
+            partial(self._revoke, assignment.generation),
         )
         if self._step is not None:
             point("report")
@@ -438,11 +441,3 @@ def _exchange(group: Group, own: RankReport) -> list[RankReport]:
     what = "the reports of all ranks in hvd.init()"
     told = group.all_gather_signed(encode(own), what, at_most_bytes=MAX_JSON_BYTES)
     return [decode(RankReport, each) for each in told]
-
-
-def _store_client() -> StoreClient:
-    return StoreClient.from_url(os.environ.get(STORE, ""))
-
-
-def _ignore(_: Any) -> None:
-    pass

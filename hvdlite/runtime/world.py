@@ -231,7 +231,8 @@ def _describe(in_full: bool) -> OwnStatus:
     steps = Counter(_process.steps)
     paces = None
     if world is None:
-        waits = _waits_to_connect()
+        connects_since_s = _process.connects_since_s
+        waits = [] if connects_since_s is None else [("hvd.init()", connects_since_s)]
     else:
         steps.update(dict(world.generation.reducers.steps))
         blocked = [(what, since_s) for what, since_s, _ in world.generation.watch.blocked().values()]
@@ -248,12 +249,6 @@ def _describe(in_full: bool) -> OwnStatus:
     if (keepalive := _process.keepalive) is not None:
         own = replace(own, addresses=tuple(keepalive.addresses), silent_s=keepalive.silences())
     return own
-
-
-def _waits_to_connect() -> list[tuple[str, float]]:
-    """Returns for what, and since when, this process waits in `init`."""
-    since_s = _process.connects_since_s
-    return [] if since_s is None else [("hvd.init()", since_s)]
 
 
 def note_samples(count: int) -> None:

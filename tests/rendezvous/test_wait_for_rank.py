@@ -16,7 +16,6 @@ from hvdlite.errors import WorkerRemovedError
 from hvdlite.rendezvous.launchers import ElasticWorker, read_elastic_worker, read_placement
 from hvdlite.rendezvous.store_client import StoreClient
 from hvdlite.rendezvous.wait_for_rank import (
-    JoinableProgram,
     find_program,
     take_back,
     tell_of_program,
@@ -110,8 +109,8 @@ def test_a_new_worker_hears_of_a_program_that_it_can_join_at_once_or_while_it_wa
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(wait_for_rank_or_program, StoreClient(agent.path), StoreClient(agent.path), 7)
         tell_of_program(client, ["a", "a", "b"])
-        assert waiting.result() == JoinableProgram(("a", "a", "b"))
-    assert find_program(client) == JoinableProgram(("a", "a", "b"))
+        assert waiting.result() == ("a", "a", "b")
+    assert find_program(client) == ("a", "a", "b")
 
 
 @pytest.mark.parametrize(("answer", "can"), [(b"1", True), (b"0", False)])
