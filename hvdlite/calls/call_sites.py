@@ -31,18 +31,13 @@ _LISTS_FRAMES = forks.lock_of_process()
 
 _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-_LIBRARIES = tuple(
-    os.path.join(path, "")
-    for path in {
-        *(sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")),
-        *(*site.getsitepackages(), site.getusersitepackages()),
-    }
-)
-
-
-def own_prefixes() -> list[str]:
-    """Returns how the paths of files begin that are not the user's: hvdlite's, PyTorch's and other libraries'."""
-    return [_OWN, _TORCH, *_LIBRARIES, "<frozen"]
+_LIBRARIES = {
+    *(sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *(*site.getsitepackages(), site.getusersitepackages()),
+}
+_OWN_AND_TORCH = (_OWN, _TORCH, "<frozen")
+NOT_THE_USERS = (*_OWN_AND_TORCH, *(os.path.join(path, "") for path in _LIBRARIES))
+"""How the paths of files begin that are not the user's: hvdlite's, PyTorch's and other libraries'."""
 
 
 def places_of_threads(idents: Collection[int]) -> str:
@@ -105,17 +100,17 @@ def _frame_of_user(innermost: FrameType) -> tuple[FrameType, FrameType | None]:
     For an installed program, which has no frame outside the libraries, it is the innermost frame that belongs neither
     to hvdlite nor to torch.
     """
-    for places in ((_OWN, _TORCH, *_LIBRARIES), (_OWN, _TORCH)):
+    for prefixes in (NOT_THE_USERS, _OWN_AND_TORCH):
         inner = None
-        for frame in _outwards(innermost):
-            name = frame.f_code.co_filename
-            if not name.startswith((*places, "<frozen")):
+        for frame in outwards(innermost):
+            if not frame.f_code.co_filename.startswith(prefixes):
                 return frame, inner
             inner = frame
     return innermost, None
 
 
-def _outwards(innermost: FrameType) -> Iterator[FrameType]:
+def outwards(innermost: FrameType) -> Iterator[FrameType]:
+    """Yields a frame, the one that called it, and so on; see `FramesOfThreads`."""
     frame: FrameType | None = innermost
     while frame is not None:
         yield frame

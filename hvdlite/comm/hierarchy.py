@@ -242,21 +242,21 @@ class _Shards:
                 insort(self._free, memory, key=torch.numel)
 
 
+@dataclass(slots=True, eq=False)
 class _Holding:
     """A CUDA engine's work that keeps ``memory`` alive as long as itself."""
 
-    def __init__(self, work: EngineWork, memory: object) -> None:
-        self._work = work
-        self._memory = memory
+    work: EngineWork
+    memory: object
 
     def wait(self) -> object:
-        return self._work.wait()
+        return self.work.wait()
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        return self.work.is_completed()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return self._work.get_future()
+        return self.work.get_future()
 
 
 class _StepThreads:
@@ -326,17 +326,17 @@ class _StepThreads:
 _QueuedSteps: TypeAlias = tuple[_Steps, "torch.futures.Future[None]"]
 
 
+@dataclass(slots=True, eq=False)
 class _StepsWork:
     """A collective whose steps `_StepThreads` runs; ``done`` is set after the last."""
 
-    def __init__(self, done: torch.futures.Future[None]) -> None:
-        self._done = done
+    done: torch.futures.Future[None]
 
     def wait(self) -> object:
-        return self._done.wait()
+        return self.done.wait()
 
     def is_completed(self) -> bool:
-        return self._done.done()
+        return self.done.done()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return self._done
+        return self.done

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 from .. import forks
 from ..log import log
@@ -40,12 +40,6 @@ class Row(NamedTuple):
 OPERATIONS = Row(0, "operations")
 
 
-class Point(Protocol):
-    """A `torch.cuda.Event` that has been recorded, with ``blocking=True`` so that waiting uses no CPU."""
-
-    def synchronize(self) -> object: ...
-
-
 class GpuClock:
     """Reads the host's clock when a GPU reaches points of its stream, in the order of the calls to `see`.
 
@@ -58,10 +52,11 @@ class GpuClock:
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def see(self, began: Point, ended: Point, then: Callable[[int, int], object]) -> None:
+    def see(self, began: Any, ended: Any, then: Callable[[int, int], object]) -> None:
         """Call ``then`` with the times (ns) at which the GPU reached both points; returns at once.
 
-        The clock's thread makes the call, once the GPU has reached them.
+        The clock's thread makes the call, once the GPU has reached them. Each is a `torch.cuda.Event` that has been
+        recorded, with ``blocking=True`` so that waiting uses no CPU.
         """
         with self._starting:
             if self._thread is None:
@@ -81,7 +76,7 @@ class GpuClock:
             self._jobs.get()()
 
 
-def _reached_ns(point: Point) -> int:
+def _reached_ns(point: Any) -> int:
     point.synchronize()
     return time.monotonic_ns()
 

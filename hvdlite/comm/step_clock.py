@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -87,27 +87,15 @@ class RankPace:
         return replace(self, seconds={name: round(value, 7) for name, value in self.seconds.items()})
 
 
-class Timer(Protocol):
-    """Takes the times of phases."""
-
-    def stamp(self) -> Any:
-        """Returns the time now, or what stands for it."""
-        ...
-
-    def is_known(self, stamp: Any) -> bool:
-        """Whether `seconds_between` can tell this stamp's time."""
-        ...
-
-    def seconds_between(self, began: Any, ended: Any) -> float: ...
-
-
 class HostTimer:
-    """Takes the program's own time."""
+    """Takes the times of phases: the program's own."""
 
     def stamp(self) -> float:
+        """Returns the time now, or what stands for it."""
         return time.perf_counter()
 
     def is_known(self, stamp: float) -> bool:
+        """Whether `seconds_between` can tell this stamp's time."""
         return True
 
     def seconds_between(self, began: float, ended: float) -> float:
@@ -141,7 +129,7 @@ class StepClock:
     Only the thread that takes the steps is measured. Any thread may look at the attributes.
     """
 
-    def __init__(self, timer: Timer | None = None) -> None:
+    def __init__(self, timer: HostTimer | GpuTimer | None = None) -> None:
         self.is_on = False
         self.phase = Phase.LOAD
         # The thread that takes the steps; None before the first one.
@@ -150,7 +138,7 @@ class StepClock:
         self.in_forward = self.elsewhere = 0
         # The readings that nobody has taken yet.
         self.readings: deque[Reading] = deque(maxlen=_MOST_PENDING)
-        self._timer: Timer = HostTimer() if timer is None else timer
+        self._timer: HostTimer | GpuTimer = HostTimer() if timer is None else timer
         self._interval_s = 1.0
         self._seconds = [0.0] * len(Phase)
         self._set_id: int | None = None

@@ -17,7 +17,7 @@ from types import CodeType, FrameType
 
 from torch import nn
 
-from ..calls.call_sites import FramesOfThreads
+from ..calls.call_sites import FramesOfThreads, outwards
 from ..calls.messages import PaceReading
 from ..comm.step_clock import Phase, RankPace
 from .rank0_connection import Rank0Connection
@@ -82,13 +82,12 @@ class PaceReports:
             )
 
 
-def is_in_model(frame: FrameType | None) -> bool:
+def is_in_model(frame: FrameType) -> bool:
     """Whether this frame is in a call of a module with parameters: a data transform is a module without any."""
     outermost: FrameType | None = None
-    while frame is not None:
-        if frame.f_code is _CALL:
-            outermost = frame
-        frame = frame.f_back
+    for each in outwards(frame):
+        if each.f_code is _CALL:
+            outermost = each
     module = None if outermost is None else outermost.f_locals.get("self")
     if not isinstance(module, nn.Module):
         return False

@@ -52,14 +52,6 @@ class EndReason:
     is_peer_loss: bool = False
 
 
-class _Rank0EndedError(Exception):
-    """Rank 0 has sent `Over`: it has ended normally."""
-
-    def __init__(self, reason: EndReason) -> None:
-        super().__init__(reason.words)
-        self.reason = reason
-
-
 class Listener(Protocol):
     """What the listening thread calls."""
 
@@ -93,6 +85,8 @@ class Rank0Connection:
         # Why no request is possible any more; None while requests can be sent.
         self.end_reason: EndReason | None = None
         self._is_closing = False
+        # Why rank 0 has ended normally; None if it has not.
+        self._over: EndReason | None = None
         # Whether rank 0 has lost another rank: then rank 0's own end is not the first.
         self._rank_0_follows = False
         self._has_said_lost = False
@@ -170,7 +164,7 @@ class Rank0Connection:
     def _run(self, early: Iterable[FromRank0], listener: Listener) -> None:
         self.watch.listening_thread, self.watch.say_lost = threading.get_ident(), self._say_lost
         self.watch.ends.say_failed = self._say_failed
-        reason, ended_normally = None, False
+        reason: EndReason | None = None
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._woken, selectors.EVENT_READ)
@@ -179,21 +173,19 @@ class Rank0Connection:
                     self._hear(message, listener)
                 self._listen(selector, listener)
                 self._part(selector)
-        except _Rank0EndedError as over:
-            reason, ended_normally = over.reason, True
         except FrameError as error:
             reason = EndReason(f"{self.group.describe_rank(0)} sent invalid data: {error}")
         except (EOFError, OSError):
             pass
         finally:
-            self._note_end_of_rank_0(ended_normally=ended_normally)
+            self._note_end_of_rank_0()
             with self.lock:
-                self.end_reason = self.end_reason or reason or self._reason_of_first_end()
+                self.end_reason = self.end_reason or self._over or reason or self._reason_of_first_end()
             listener.ended(is_closing=self._is_closing)
             self._close_sockets()
 
     def _listen(self, selector: selectors.BaseSelector, listener: Listener) -> None:
-        """Serves the connection until this rank closes; raises an EOFError or a `_Rank0EndedError` when rank 0 ends."""
+        """Serves the connection until this rank closes; raises an EOFError when rank 0 ends."""
         looks_at_s = time.monotonic() + LOOK_S
         is_flushing = False
         while not self._is_closing:
@@ -235,7 +227,8 @@ class Rank0Connection:
             case FailedOnRank(rank, label, number, words):
                 self.watch.ends.record_failure(rank, label, number, words)
             case Over(words, is_peer_loss):
-                raise _Rank0EndedError(EndReason(words, is_peer_loss))
+                self._over = EndReason(words, is_peer_loss)
+                raise EOFError
             case Rank0HasLostRank():
                 self._rank_0_follows = True
             case _:
@@ -253,13 +246,13 @@ class Rank0Connection:
         """Reports that an operation has failed here, for ranks that wait in it for this one."""
         self._mailbox.send(HasFailed(label, number, words))
 
-    def _note_end_of_rank_0(self, *, ended_normally: bool) -> None:
+    def _note_end_of_rank_0(self) -> None:
         if self.group.rank == 0 or self._is_closing:
             return
         if self._rank_0_follows:
             self.watch.record_unknown_end()
         else:
-            self.watch.record_first_end(0, ended_normally)
+            self.watch.record_first_end(0, self._over is not None)
 
     def _reason_of_first_end(self) -> EndReason:
         first = self.watch.known_end

@@ -74,11 +74,6 @@ class Negotiation:
         self._failed: dict[str, int] = {}
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no operation is pending, and no rank reports being blocked."""
-        return not (self.scene.pending or self._refused or self.scene.busy)
-
-    @property
     def is_settled(self) -> bool:
         """Whether an operation that all ranks request would begin: none is pending, no rank has joined or ended."""
         scene = self.scene

@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -35,7 +36,7 @@ from hvdlite_wire.store_requests import StoreRequest
 from hvdlite_wire.worker_status import Frame, OwnStatus, Thread
 
 from .. import forks
-from ..calls.call_sites import FramesOfThreads, own_prefixes
+from ..calls.call_sites import NOT_THE_USERS, FramesOfThreads, outwards
 from ..rendezvous.store_client import StoreClient
 
 _LOOKS_EACH_S = 5.0
@@ -92,7 +93,7 @@ class HangReporter:
             os.unlink(path)  # what was registered when torch was imported, or by a process that had this number before
         # Kept open as long as the process lives, since the handler writes to its descriptor.
         self._stacks = open(path, "a")  # noqa: SIM115  # see above
-        self._stacks.write(json.dumps({"libraries": own_prefixes()}) + "\n")
+        self._stacks.write(json.dumps({"libraries": NOT_THE_USERS}) + "\n")
         self._stacks.flush()
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True, chain=False)
 
@@ -137,7 +138,7 @@ class HangReporter:
     def _answer(self, *, in_full: bool) -> bytes:
         own: dict[str, Any] = {"worker": self._worker}
         if in_full:
-            own |= {"libraries": tuple(own_prefixes()), "threads": stacks_of_threads()}
+            own |= {"libraries": NOT_THE_USERS, "threads": stacks_of_threads()}
         for _ in range(2):
             try:
                 answer = encode(replace(self._describe(in_full), **own))
@@ -167,16 +168,14 @@ def stacks_of_threads() -> tuple[Thread, ...]:
     main = threading.main_thread().ident
     with FramesOfThreads() as innermost:
         return tuple(
-            Thread(names.get(ident, f"thread {ident}"), ident == main, _frames(frame))
+            Thread(names.get(ident, f"thread {ident}"), ident == main, tuple(_frames(frame)[::-1]))
             for ident, frame in innermost.items()
             if ident != threading.get_ident()
         )
 
 
-def _frames(innermost: FrameType) -> tuple[Frame, ...]:
-    found: list[Frame] = []
-    frame: FrameType | None = innermost
-    while frame is not None and len(found) < _MOST_FRAMES:
-        found.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
-        frame = frame.f_back
-    return tuple(found[::-1])
+def _frames(innermost: FrameType) -> list[Frame]:
+    return [
+        Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name)
+        for frame in islice(outwards(innermost), _MOST_FRAMES)
+    ]

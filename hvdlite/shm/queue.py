@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..comm.engine import LostError
@@ -36,20 +37,17 @@ class CollectiveSteps(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class _Entry:
-    """An operation in the queue."""
+    """An operation in the queue; ``is_shown``: all of this rank's data for it have been shown."""
 
-    __slots__ = ("awaited", "collective", "has_begun", "is_shown", "operation", "steps", "work")
-
-    def __init__(self, operation: ShmOperation, collective: CollectiveSteps, work: ShmWork) -> None:
-        self.operation = operation
-        self.collective = collective
-        self.work = work
-        self.has_begun = False
-        # Whether all of this rank's data for it have been shown.
-        self.is_shown = False
-        self.steps: Steps | None = None
-        self.awaited: Condition | None = None
+    operation: ShmOperation
+    collective: CollectiveSteps
+    work: ShmWork
+    has_begun: bool = False
+    is_shown: bool = False
+    steps: Steps | None = None
+    awaited: Condition | None = None
 
 
 class Queue:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,6 @@ from .shm_operation import ShmOperation
 _making_a_future = forks.lock_of_process()
 
 
-class InBackground(Protocol):
-    """Has a background thread carry out the queue; after a moment, unless ``at_once``."""
-
-    def __call__(self, *, at_once: bool) -> None: ...
-
-
 class ShmWork(dist.Work):
     """An operation in progress. It is done when its tensors may be read; `wait` raises its failure, if any."""
 
@@ -36,10 +30,13 @@ class ShmWork(dist.Work):
         self,
         tensors: list[Tensor],
         carry_on: Callable[[ShmWork], None],
-        in_background: InBackground,
+        in_background: Callable[..., None],
         operation: ShmOperation,
     ) -> None:
-        """``carry_on`` returns once the operation is done; ``in_background`` has a thread see to that."""
+        """``carry_on`` returns once the operation is done.
+
+        ``in_background`` has a thread carry out the queue, after a moment unless it is called with ``at_once=True``.
+        """
         super().__init__()
         self._tensors = tensors
         self._carry_on = carry_on

@@ -78,6 +78,12 @@ class Play:
     def outbox(self) -> list[tuple[int, list]]:
         return [(rank, sent(message)) for rank, message in self.negotiation.outbox]
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no operation is pending, and no rank reports being blocked."""
+        scene = self.negotiation.scene
+        return not (scene.pending or self.negotiation._refused or scene.busy)
+
 
 def kinds(said) -> list[tuple[int, str]]:
     return [(rank, message[0]) for rank, message in said]
@@ -106,7 +112,7 @@ def test_an_operation_begins_when_the_last_rank_has_asked_for_it_and_everybody_l
     assert [(rank, [kind, *rest]) for rank, (kind, _, *rest) in play.said()] == [
         (rank, ["go", [0, 10, 20], 3]) for rank in range(3)
     ]
-    assert play.negotiation.is_idle
+    assert play.is_idle
 
 
 def test_operations_begin_in_one_order_on_all_ranks_whatever_the_order_of_their_asking():
@@ -170,7 +176,7 @@ def test_ranks_that_ask_for_different_things_under_one_name_all_get_one_error_th
     assert error == "MismatchError"
     assert text.startswith(words)
     assert f"(allreduce of 'a': ranks 0 (node1), 2 (node2): {one}; rank 1 (node1): {another})" in text
-    assert play.negotiation.is_idle
+    assert play.is_idle
 
 
 def test_a_difference_is_told_without_waiting_for_ranks_that_do_not_come_and_again_to_those_that_do():
@@ -181,7 +187,7 @@ def test_a_difference_is_told_without_waiting_for_ranks_that_do_not_come_and_aga
     _, text = one_error(play.after(SETTLING_S), [0, 1])
     play.ask(2, "a", shape=[1])
     assert one_error(play.said(), [2])[1] == text
-    assert play.negotiation.is_idle
+    assert play.is_idle
 
 
 DIFFERENT_CALLS = {
@@ -249,7 +255,7 @@ def test_a_rank_that_comes_later_to_what_others_were_refused_gets_their_error():
     one_error(play.after(SETTLING_S), [0, 1])
     play.call(2, "a")
     one_error(play.said(), [2])
-    assert play.negotiation.is_idle
+    assert play.is_idle
 
 
 def test_operations_without_a_name_pair_up_by_what_ranks_still_have_to_call_and_not_by_how_often_they_have():
@@ -365,7 +371,7 @@ def test_a_rank_that_waits_for_several_operations_is_told_of_each():
     assert sorted((rank, play.what_of[rank, message[1]]) for rank, message in said) == [
         (rank, f"{rank}.{number}") for rank in range(2) for number in range(3)
     ]
-    assert play.negotiation.is_idle
+    assert play.is_idle
 
 
 def test_waiting_in_a_chain_is_no_circle():
@@ -496,7 +502,7 @@ def test_other_operations_than_all_reduces_are_refused_while_somebody_has_joined
     play.ask(1, "a", kind)
     _, text = one_error(play.said(), [0, 1])
     assert text.startswith(words)
-    assert play.negotiation.is_idle
+    assert play.is_idle
 
 
 def test_ranks_that_join_to_different_averages_get_one_error():
@@ -715,7 +721,7 @@ def test_a_wait_for_gradients_that_is_over_is_not_told():
     play.busy(0, None, 0.0)
     play.after(100.0)
     assert play.negotiation.warnings == []
-    assert play.negotiation.is_idle
+    assert play.is_idle
 
 
 @given(st.data(), st.integers(2, 4))
@@ -730,7 +736,7 @@ def test_whatever_the_order_of_asking_everything_begins_once_on_every_rank_and_i
     begun = play.begun()
     assert all(order == begun[0] for order in begun)
     assert sorted(begun[0]) == sorted(names)
-    assert play.negotiation.is_idle
+    assert play.is_idle
 
 
 def test_every_pair_of_different_calls_ends_in_an_error_on_both_ranks():
@@ -790,7 +796,7 @@ def test_a_rank_that_hangs_in_what_all_have_begun_is_told_of_though_nothing_is_p
         play.negotiation.stall.heard(rank, 0.0)
         play.call(rank, "a")
     play.said()
-    assert play.negotiation.is_idle
+    assert play.is_idle
     for rank in (0, 2):
         play.busy(rank, "allreduce of 'a'", 0.0, is_operation=True)
     for _ in range(6):
@@ -971,4 +977,4 @@ def test_many_that_are_refused_are_told_without_looking_at_each_other():
     play.negotiation.end(1, False, 0.0)
     assert len(refusals(play.said())) == 1
     assert counted.looks <= 2
-    assert play.negotiation.is_idle
+    assert play.is_idle
