@@ -119,7 +119,6 @@ class Group:
         self._engine_factory, self._engine = engine_factory, engine
 
     def alone(self) -> Group:
-        """Returns a group of this rank alone."""
         return _made_of(self, [self.rank], SingleRankFactory(), self.signer.derive("alone", self.rank), 0, "alone")
 
     def close(self) -> None:
@@ -253,7 +252,6 @@ class Group:
         return self._begun(work, what, error_of)
 
     def _launch(self, what: str, begin: Callable[[Engine], EngineWork]) -> Work:
-        """Has the engine ``begin`` a collective, and returns its work."""
         engine = self._engine or self.require_open(what)
         try:
             work = begin(engine)

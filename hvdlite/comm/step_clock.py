@@ -179,7 +179,6 @@ class StepClock:
             self._enter(Phase.BACKWARD)
 
     def end_backward(self) -> None:
-        """Notes the end of a backward pass."""
         if self.phase is Phase.BACKWARD:
             self._enter(Phase.LOAD)
 
@@ -269,7 +268,6 @@ class StepClock:
             self._pending.popleft()
 
     def _adapt(self) -> None:
-        """Sets the number of steps from one reading to the next."""
         now_s = time.monotonic()
         took_s, self._read_at_s = now_s - self._read_at_s, now_s
         if took_s < self._interval_s:

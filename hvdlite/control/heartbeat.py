@@ -40,10 +40,9 @@ class Silence:
 
 
 class Heartbeat:
-    """A record of one rank's reports to rank 0, and of when rank 0 last answered."""
+    """A record of one rank's reports to rank 0, by rank 0's rules, and of when rank 0 last answered."""
 
     def __init__(self, rules: StallRules) -> None:
-        """``rules`` are rank 0's."""
         self._rules = rules
         self._told: list[BlockedThread] = []
         self._told_stuck = False
@@ -150,7 +149,6 @@ class WaitReports:
         self._heartbeat = Heartbeat(self._rules)
 
     def heard(self) -> None:
-        """Notes that a message has arrived from rank 0."""
         self._heartbeat.heard()
 
     def look(self, now_s: float) -> None:

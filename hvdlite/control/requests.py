@@ -229,7 +229,6 @@ class Requests:
 
     @property
     def can_vote(self) -> bool:
-        """Whether all ranks share memory."""
         return self._voter is not None
 
     def _caller(self, set_id: int, operation: Operation) -> CallingThread | None:
@@ -383,7 +382,6 @@ class Requests:
                 self._executor.put(request, owns, divisor)
 
     def refuse(self, ticket: int, error: BaseException) -> None:
-        """Fails a request that rank 0 has refused."""
         with self._lock:
             request = self._take_answered(ticket)
         if request is not None:
@@ -431,7 +429,6 @@ class Requests:
         return self._missing.get(ticket, "") if ticket in self._by_ticket else ""
 
     def whats(self) -> dict[int, str]:
-        """The descriptions of all requests, by ticket."""
         with self._lock:
             return {ticket: request.handle.what for ticket, request in self._by_ticket.items()}
 

@@ -161,7 +161,6 @@ class Voter:
 
     @property
     def holds(self) -> bool:
-        """Whether a message is held behind the vote."""
         return bool(self._held)
 
     def end(self) -> None:

@@ -148,7 +148,6 @@ class Coordinator:
             self._board.decide(go=False)
 
     def _pause_votes(self) -> None:
-        """Pauses voting while something is unsettled."""
         board, is_paused = self._board, not self._negotiation.is_settled
         if board is not None and is_paused != board.is_paused:
             # In this order, so that a rank that sees the next round open also sees that votes are paused.
@@ -193,7 +192,6 @@ class Coordinator:
             self._selector.close()
 
     def _serve(self) -> None:
-        """One iteration of the loop."""
         ready = self._selector.select(self._patience_s())
         with self._lock:
             for key, _ in ready:

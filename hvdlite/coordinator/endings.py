@@ -31,7 +31,6 @@ class Endings:
         return not self._held
 
     def lost(self, rank: int) -> None:
-        """Notes that ``rank`` has lost another one."""
         self._lost_another.add(rank)
 
     def ended(self, rank: int, ended_normally: bool, now_s: float) -> list[End]:

@@ -120,12 +120,10 @@ class Negotiation:
             self.scene.under_way[rank].append(ask)
 
     def heard_all(self, now_s: float) -> None:
-        """Notes that all ranks have voted just now."""
         for rank in self.scene.everybody:
             self.stall.heard(rank, now_s)
 
     def has_asked(self, rank: int, ticket: int) -> bool:
-        """Whether the rank has an unanswered request with this ticket."""
         return (rank, ticket) in self._id_of
 
     def missing(self, rank: int) -> StillHere:

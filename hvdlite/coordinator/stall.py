@@ -87,7 +87,6 @@ class StallWatch:
         self._warned_at_s: dict[str, float] = {}
 
     def heard(self, rank: int, now_s: float) -> None:
-        """Notes that a message has arrived from this rank."""
         self._heard_at_s[rank] = now_s
 
     def program_line(self, rank: int, line: str) -> None:
@@ -97,7 +96,6 @@ class StallWatch:
             self._lines[rank] = line
 
     def look(self, now_s: float) -> Stalls:
-        """Returns what is to be done now."""
         stalls = Stalls()
         self._find_operations(stalls, now_s)
         self._find_busy_ranks(stalls, now_s)
@@ -245,7 +243,6 @@ class StallWatch:
         return range(self._size)
 
     def _has_waited(self, least_s: float, now_s: float) -> bool:
-        """Whether any wait has lasted at least this long."""
         since_s = [self._since_s(rank) for rank in self._scene.busy]
         since_s += [each.since_s for each in islice(self._scene.pending.values(), 1)]
         if self._scene.joined and not (since_s or self._joined_steps.has_any):

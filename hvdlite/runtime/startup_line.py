@@ -3,7 +3,7 @@ Makes the line that rank 0 logs at start: the ranks, their hosts, and how tensor
 
     4 ranks on 2 hosts (2 + 2); CPU tensors: shared memory within hosts, gloo (eth0) between; OMP threads 1; check on
 
-`bootstrap` calls `log_startup` on rank 0 once the engines have been chosen.
+`make_world` calls `log_startup` on rank 0 once the engines have been chosen.
 """
 
 from __future__ import annotations

@@ -47,9 +47,7 @@ class HasBoard(Protocol):
     """An engine whose ranks share memory."""
 
     @property
-    def board(self) -> Board:
-        """The vote board of the engine's ranks."""
-        ...
+    def board(self) -> Board: ...
 
 
 class VoteData:

@@ -111,7 +111,6 @@ class ControlBlock:
         self.words[_AWAITED + 1] = counter + 1
 
     def awake(self) -> None:
-        """Announce that this rank no longer sleeps."""
         self.words[_AWAITED + 1] = 0
 
     # -- read by all

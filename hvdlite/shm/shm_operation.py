@@ -209,7 +209,6 @@ class ShmOperation:
         return [control_block.place(self.number) for control_block in self.peers.control_blocks]
 
     def payloads(self) -> list[Tensor]:
-        """Returns each rank's payload."""
         return [control_block.payloads[self.number % WINDOW] for control_block in self.peers.control_blocks]
 
     def payload_elements(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
@@ -217,7 +216,6 @@ class ShmOperation:
         return self.context.payload_elements(self.number % WINDOW, dtype, numel)
 
     def chunk_of(self, group_rank: int, chunk: int) -> Tensor:
-        """Returns a staged chunk of a rank."""
         return self.context.slots[group_rank][(self.places[group_rank].within + chunk) % _SLOTS]
 
     def progress(self) -> str:

@@ -4,7 +4,7 @@ The ranks of an elastic job's workers, which hvdlite-run writes into its store a
     a worker asks after generation g ── assignment_key(worker, g) ── RankAssignment or Dismissal
     a worker that has asked takes that back ── standby_key(worker) ── 1 if it can, 0 if it has been given a rank
 
-`hvdlite_launcher.elastic.assigned_ranks` writes them, `hvdlite.rendezvous.assigned_rank` reads them.
+`hvdlite_launcher.elastic.rank_assignments` writes them, `hvdlite.rendezvous.wait_for_rank` reads them.
 """
 
 from __future__ import annotations
