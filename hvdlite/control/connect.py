@@ -112,19 +112,15 @@ def _listen(group: Group, nodes: Sequence[str]) -> socket.socket:
         listener.bind(os.path.join(job_dir, secrets.token_hex(3)[:5]))
         listener.listen(backlog)
         return listener
-    address = LOOPBACK if is_one_host else _address_for_others(group.hosts)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=backlog)
-
-
-def _address_for_others(hosts: Sequence[str]) -> str:
     try:
-        return address_for_others(hosts)
+        address = LOOPBACK if is_one_host else address_for_others(group.hosts)
     except OSError as error:
         raise CommunicationError(
             f"hvd.init() failed on rank 0: no address of this host was found that other hosts can reach ({error}): "
             "set GLOO_SOCKET_IFNAME to the network interface that leads to them"
         ) from error
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=backlog)
 
 
 def _reach(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic import Arithmetic
-from .control_block import VOTE_SLOTS, ControlBlock
+from .control_block import VOTE_SLOTS, ControlBlock, Payloads
 from .futex import comes_soon, fence, reads_in_order, sleep_while, wake
 
 DIGEST_BYTES = 16
@@ -38,9 +38,6 @@ _SLEEP_S = 0.1
 
 _READS_IN_ORDER = reads_in_order()
 
-# The most lists of views that a slot keeps.
-_REMEMBERED = 256
-
 
 @runtime_checkable
 class HasBoard(Protocol):
@@ -50,7 +47,7 @@ class HasBoard(Protocol):
     def board(self) -> Board: ...
 
 
-class VoteData:
+class VoteData(Payloads):
     """One rank's view of a slot of the data that ranks write beside their votes.
 
     After a go each rank reads all ranks' data. A thread whose call was handed over to another may go on to read its
@@ -59,9 +56,8 @@ class VoteData:
 
     def __init__(self, rank: int, pieces: Sequence[Tensor]) -> None:
         """``pieces`` are the bytes of the slot, by rank, `PAYLOAD_BYTES` each."""
-        self._rank, self._pieces = rank, pieces
-        self._own = pieces[rank].data_ptr()
-        self._elements: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        super().__init__(pieces)
+        self._rank, self._own = rank, pieces[rank].data_ptr()
         self._arithmetics: dict[tuple[object, torch.dtype], Arithmetic] = {}
 
     def write(self, address: int, nbytes: int) -> None:
@@ -70,24 +66,13 @@ class VoteData:
 
     def copy(self) -> VoteData:
         """Returns the same data in memory of this process, for another thread."""
-        return VoteData(self._rank, [piece.clone() for piece in self._pieces])
-
-    def elements(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
-        """Returns the first elements of each rank's data, in rank order: views of the slot."""
-        key = (dtype, numel)
-        found = self._elements.get(key)
-        if found is None:
-            if len(self._elements) >= _REMEMBERED:
-                self._elements.clear()
-            nbytes = numel * dtype.itemsize
-            found = self._elements[key] = [piece[:nbytes].view(dtype) for piece in self._pieces]
-        return found
+        return VoteData(self._rank, [piece.clone() for piece in self.pieces])
 
     def reduced(self, op: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Returns all ranks' tensors of this shape, reduced by an op of torch.distributed as `reductions` does it."""
         arithmetic = self._arithmetics.get((op, dtype))
         if arithmetic is None:
-            arithmetic = Arithmetic(op, dtype, len(self._pieces))
+            arithmetic = Arithmetic(op, dtype, len(self.pieces))
             # The memory of those that have some is for one thread at a time; a thread that was handed over may go on.
             if not arithmetic.is_wide:
                 self._arithmetics[op, dtype] = arithmetic

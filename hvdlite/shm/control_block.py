@@ -21,7 +21,11 @@ finished in the lower ones. `peers` waits for the counters, and `shm_operation` 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from .segment import Piece
 
@@ -49,6 +53,9 @@ _PLACE = struct.Struct("=QQQQ")
 
 NOWHERE, INLINE, RESIDENT, STAGED = range(4)
 
+# The most lists of views that `Payloads` keeps.
+_REMEMBERED = 256
+
 
 @dataclass(frozen=True, slots=True)
 class DataLocation:
@@ -58,6 +65,25 @@ class DataLocation:
     offset: int = 0
     nbytes: int = 0
     within: int = 0
+
+
+class Payloads:
+    """A piece of memory of each rank, in rank order: the payloads of one operation, or the data of one vote."""
+
+    def __init__(self, pieces: Sequence[Tensor]) -> None:
+        self.pieces = pieces
+        self._views: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+
+    def elements(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
+        """Returns the first elements of each piece: views, which are made once."""
+        key = (dtype, numel)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= _REMEMBERED:
+                self._views.clear()
+            nbytes = numel * dtype.itemsize
+            views = self._views[key] = [piece[:nbytes].view(dtype) for piece in self.pieces]
+        return views
 
 
 class ControlBlock:

@@ -1,5 +1,5 @@
 """
-The shared-memory engine's broadcast, all-gather, all-to-all and barrier, which move data without reducing them.
+The shared-memory engine's broadcast, all-gather and all-to-all, which move data without reducing them.
 
 `shm_engine` makes one for each call, and `queue` runs it. Each is a generator (like those in `reductions`) that yields
 the counter values it waits for. Data larger than a payload use staging slots.
@@ -17,22 +17,6 @@ from ..errors import MismatchError
 from .control_block import DONE, PAYLOAD_BYTES, POSTED, RESIDENT
 from .reductions import cell_bytes
 from .shm_operation import CHUNK_BYTES, ShmOperation, Steps
-
-
-class Barrier:
-    """Ends when all ranks have called it."""
-
-    def __init__(self, operation: ShmOperation) -> None:
-        self._operation = operation
-
-    def begin(self) -> bool:
-        self._operation.show_nothing()
-        return True
-
-    def run(self, has_begun: bool) -> Steps:
-        yield POSTED, self._operation.after(1)
-        self._operation.check()
-        self._operation.finish()
 
 
 class SharedBroadcast:
@@ -59,7 +43,7 @@ class SharedBroadcast:
             yield POSTED, operation.after(1)
             operation.check()
             if not self._is_root:
-                self._flat.copy_(operation.payloads()[self._root][:nbytes])
+                self._flat.copy_(operation.payloads.pieces[self._root][:nbytes])
             operation.finish()
             return
         chunks = -(-nbytes // CHUNK_BYTES)
@@ -95,7 +79,7 @@ class AllGather:
         if has_begun:
             yield POSTED, operation.after(1)
             operation.check()
-            for output, payload in zip(self._outputs, operation.payloads(), strict=True):
+            for output, payload in zip(self._outputs, operation.payloads.pieces, strict=True):
                 output.copy_(payload[:nbytes])
             operation.finish()
             return

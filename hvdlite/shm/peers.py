@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from ..comm.engine import LostError, PeerGoneError
-from .control_block import FAILED, LEFT, OPEN, REVOKED, ControlBlock
+from .control_block import FAILED, LEFT, OPEN, REVOKED, WINDOW, ControlBlock, Payloads
 from .futex import comes_soon, fence, reads_in_order, sleep_while, wake
 from .segment import close_all
 
@@ -39,6 +39,8 @@ class Peers:
         self.size = len(control_blocks)
         self.control_blocks = control_blocks
         self.own = control_blocks[rank]
+        # By place in the window of operations.
+        self.payloads = [Payloads([block.payloads[place] for block in control_blocks]) for place in range(WINDOW)]
         self.timeout_s = timeout_s
         self._pids = pids
         self._words = [control_block.words for control_block in control_blocks]

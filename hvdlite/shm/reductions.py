@@ -74,7 +74,7 @@ class SmallAllReduce:
         if numel:
             # Elements in memory order. `data` has a version counter of its own, see `shm_engine`.
             flat = tensor.data if tensor.dim() == 1 else tensor.data.as_strided((numel,), (1,))
-            self._arithmetic.into(operation.payload_elements(tensor.dtype, numel), flat, is_apart=True)
+            self._arithmetic.into(operation.payloads.elements(tensor.dtype, numel), flat, is_apart=True)
         operation.finish()
 
 

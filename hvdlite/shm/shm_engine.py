@@ -27,7 +27,7 @@ from ..log import log
 from .arithmetic import DTYPES, Arithmetic, factor_of
 from .board import Board
 from .control_block import LEFT, PAYLOAD_BYTES
-from .data_movement import AllGather, AllGatherOfParts, AllToAll, Barrier, SharedBroadcast
+from .data_movement import AllGather, AllGatherOfParts, AllToAll, SharedBroadcast
 from .queue import CollectiveSteps, Queue
 from .reductions import ReduceScatter, SharedAllReduce, SmallAllReduce
 from .segment import NoMemoryError
@@ -231,7 +231,9 @@ class ShmEngine(Engine):
         )  # fmt: skip
 
     def barrier(self) -> ShmWork:
-        return self._submit([], Barrier, "barrier", 0, torch.uint8, 0)
+        # A broadcast of nothing, which ends when all ranks have called it.
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+        return self._submit([], lambda operation: SharedBroadcast(operation, flat, 0), "barrier", 0, torch.uint8, 0)
 
     def revoke(self, reason: str, /) -> None:
         if self._state.revoke(reason):

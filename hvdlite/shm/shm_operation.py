@@ -29,7 +29,6 @@ CHUNK_BYTES = 2**20
 _SLOTS = 4
 SLOTS_BYTES = _SLOTS * CHUNK_BYTES
 ALIGNMENT_BYTES = 64
-_REMEMBERED = 512
 
 KINDS = ("all-reduce", "reduce-scatter", "broadcast", "all-gather", "all-to-all", "barrier", "all-gather of parts")
 _CHUNK_BITS = 24
@@ -53,8 +52,6 @@ class EngineContext:
         self._freed = [0] * peers.size
         # What `reductions` has made of `_seen`: each view keeps a piece mapped.
         self.share_views: dict[tuple[object, ...], list[list[Tensor]]] = {}
-        # Views of all ranks' payloads, made once for each (place in the window, dtype, number of elements).
-        self._payload_views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         # By rank, the bytes of each slot.
         self.slots = [torch.split(each, CHUNK_BYTES) for each in slots]
         # How many chunks this rank has staged, and for each slot the value of DONE once all ranks have read its last
@@ -86,18 +83,6 @@ class EngineContext:
                 self.segment.unsee(self._addresses[group_rank], self._seen.pop(key))
             self.share_views.clear()
 
-    def payload_elements(self, place: int, dtype: torch.dtype, numel: int) -> list[Tensor]:
-        """Returns the first elements of each rank's payload at this place in the window."""
-        key = (place, dtype, numel)
-        views = self._payload_views.get(key)
-        if views is None:
-            if len(self._payload_views) >= _REMEMBERED:
-                self._payload_views.clear()
-            nbytes = numel * dtype.itemsize
-            payloads = [control_block.payloads[place] for control_block in self.peers.control_blocks]
-            views = self._payload_views[key] = [payload[:nbytes].view(dtype) for payload in payloads]
-        return views
-
 
 class ShmOperation:
     """One collective call; it has the same number on all ranks."""
@@ -112,6 +97,7 @@ class ShmOperation:
         self.context = context
         self.peers = context.peers
         self.number = number
+        self.payloads = context.peers.payloads[number % WINDOW]
         self._signature = SIGNATURE.pack(number, kind, op, dtype, root, numel, extra)
         self.end = self.after(_ALL_CHUNKS)
 
@@ -207,13 +193,6 @@ class ShmOperation:
     def places(self) -> list[DataLocation]:
         """The location of each rank's data. Valid once all have posted."""
         return [control_block.place(self.number) for control_block in self.peers.control_blocks]
-
-    def payloads(self) -> list[Tensor]:
-        return [control_block.payloads[self.number % WINDOW] for control_block in self.peers.control_blocks]
-
-    def payload_elements(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
-        """Returns the first elements of each rank's payload."""
-        return self.context.payload_elements(self.number % WINDOW, dtype, numel)
 
     def chunk_of(self, group_rank: int, chunk: int) -> Tensor:
         return self.context.slots[group_rank][(self.places[group_rank].within + chunk) % _SLOTS]
