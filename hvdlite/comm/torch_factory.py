@@ -1,5 +1,5 @@
 """
-The factories that open a `TorchEngine`: on the default process group, and on further ones over gloo and NCCL.
+The factory that opens a `TorchEngine`: on the default process group, and on further ones over gloo and NCCL.
 
 `runtime.connect_ranks` opens the default process group. Further ones connect through the store of hvdlite's own ranks,
 by `gloo`, which proves that each connection is one to a rank of this job.
@@ -36,49 +36,34 @@ def allow_collectives(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 class TorchEngineFactory:
-    """Opens engines between all ranks: first on the default process group if hvdlite made it, then on new groups."""
-
-    def __init__(
-        self, backend: str, ranks: ConnectingRanks, unused_default: tuple[dist.ProcessGroup, Connections] | None = None
-    ) -> None:
-        """``backend`` is ``gloo``, or a map such as ``cpu:gloo,cuda:nccl``; a RuntimeError for another backend in the
-        map.
-
-        ``unused_default`` is the default process group that hvdlite has made, with its connections.
-        """
-        self._unused_default = unused_default
-        self._further = SubsetEngineFactory(ranks, backend, range(ranks.size))
-
-    def open(self) -> Engine:
-        if self._unused_default is None:
-            return self._further.open()
-        (default, connections), self._unused_default = self._unused_default, None
-        return TorchEngine(default, has_nccl=self._further.has_nccl, cut=connections.end_waits)
-
-    def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
-        return self._further.among(group_ranks, group_rank, token)
-
-
-class SubsetEngineFactory:
-    """Opens process groups between some of the ranks, or all, over a store of their own.
+    """Opens engines between some of the ranks, or all, each on a process group of its own over the ranks' store.
 
     It does not use `dist.new_group`, which every rank of the job would have to call for each engine, in one order with
     the program's own calls, since torch numbers groups by how many a rank has made. So the program may call
     `dist.new_group` at any time, whatever other threads open here.
     """
 
-    def __init__(self, ranks: ConnectingRanks, backend: str, global_ranks: Sequence[int]) -> None:
-        """``global_ranks`` are the ranks' numbers in the job, which NCCL's watchdog reports."""
+    def __init__(
+        self, backend: str, ranks: ConnectingRanks, unused_default: tuple[dist.ProcessGroup, Connections] | None = None
+    ) -> None:
+        """``backend`` is ``gloo``, or a map such as ``cpu:gloo,cuda:nccl``; a RuntimeError for another one in the map.
+
+        ``unused_default`` is the default process group, if hvdlite has made it, and its connections: the first engine
+        is on this one.
+        """
         self._ranks = ranks
         self._backend = backend
         self._backend_of = _backend_by_device(backend)
-        self.has_nccl = self._backend_of["cuda"] == "nccl"
-        self._global_ranks = list(global_ranks)
+        self._has_nccl = self._backend_of["cuda"] == "nccl"
+        self._unused_default = unused_default
         self._opened = itertools.count()
         # As long as the groups, which refer to them.
         self._stores: list[EndingStore] = []
 
     def open(self) -> Engine:
+        if self._unused_default is not None:
+            (default, connections), self._unused_default = self._unused_default, None
+            return TorchEngine(default, has_nccl=self._has_nccl, cut=connections.end_waits)
         label = f"channel{next(self._opened)}"
         wait_for_all(self._ranks, label)
         try:
@@ -95,7 +80,7 @@ class SubsetEngineFactory:
             own = self._ranks.names[self._ranks.rank]
             raise CommunicationError(f"{own} could not connect to the other ranks: {why}") from error
         shut_down = partial(_shut_down, group, connections)
-        return TorchEngine(group, has_nccl=self.has_nccl, cut=connections.end_waits, shut_down=shut_down)
+        return TorchEngine(group, has_nccl=self._has_nccl, cut=connections.end_waits, shut_down=shut_down)
 
     def _make(self, label: str, connections: Connections) -> dist.ProcessGroup:
         store = PrefixStore(label, self._ranks.store)
@@ -111,8 +96,7 @@ class SubsetEngineFactory:
     def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
         if len(group_ranks) == 1:
             return SingleRankFactory()
-        ranks = self._ranks.among(group_ranks, group_rank, token)
-        return SubsetEngineFactory(ranks, self._backend, [self._global_ranks[each] for each in group_ranks])
+        return TorchEngineFactory(self._backend, self._ranks.among(group_ranks, group_rank, token))
 
     def _make_backend(self, name: str, store: Store, connections: Connections) -> Any:
         rank, size, init_timeout = self._ranks.rank, self._ranks.size, self._ranks.init_timeout
@@ -125,7 +109,7 @@ class SubsetEngineFactory:
             return gloo
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = init_timeout.timeout
-        options.global_ranks_in_group = self._global_ranks
+        options.global_ranks_in_group = list(self._ranks.global_ranks)  # NCCL's watchdog reports them
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
 

@@ -147,7 +147,7 @@ class StallWatch:
             if missing != usual:
                 shown[-1] += f" (missing: {self._name(sorted(missing))})"
         count = f"{len(others)} more operations have" if len(others) > 1 else "1 more operation has"
-        return f". {count} been waiting too long: {', '.join(shown)}{_and_more(len(others) - len(shown))}"
+        return f". {count} been waiting too long: {list_names(shown, len(others))}"
 
     # -- everything else that ranks are blocked in, for example in `step()`
 
@@ -253,7 +253,7 @@ class StallWatch:
         # First the ranks that most likely hold up the others.
         order = sorted(ranks, key=lambda rank: (not self._is_silent(rank, now_s), rank in self._scene.busy, rank))
         shown = [f"{self._name([rank])}, {self._whereabouts(rank, now_s)}" for rank in order[:MOST_NAMED]]
-        return "; ".join(shown) + _and_more(len(order) - MOST_NAMED)
+        return "; ".join(shown) + (f" and {len(order) - len(shown)} more" if len(order) > len(shown) else "")
 
     def _whereabouts(self, rank: int, now_s: float) -> str:
         scene, line = self._scene, self._lines.get(rank)
@@ -310,7 +310,3 @@ class StallWatch:
 
 def _is_over(waited_s: float, limit_s: float | None) -> bool:
     return limit_s is not None and waited_s >= limit_s
-
-
-def _and_more(count: int) -> str:
-    return f" and {count} more" if count > 0 else ""

@@ -14,7 +14,7 @@ import contextlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -43,11 +43,7 @@ class RankInfo:
     pid: int
     version: str
     settings: Mapping[str, Any]
-    nonce: str
-
-    @classmethod
-    def of(cls, placement: Placement, pid: int, version: str, settings: Mapping[str, Any]) -> RankInfo:
-        return cls(placement, pid, version, settings, secrets.token_hex(16))
+    nonce: str = field(default_factory=lambda: secrets.token_hex(16))
 
 
 def agree_on_secret(store: Store, rank: int, given: bytes | None) -> bytes:

@@ -123,7 +123,7 @@ def exchange_infos(
     except LaunchEnvironmentError:
         refuse(store, placement.rank)
         raise
-    own = RankInfo.of(placement, os.getpid(), own_version(), settings)
+    own = RankInfo(placement, os.getpid(), own_version(), settings)
     infos, signer = exchange_rank_info(store, own, Signer(secret), call.timeout.limit)
     if placement.size > 1 and len({info.placement.node for info in infos}) == 1:
         # One host: let gloo listen on loopback, which no other host can reach, unless the user has chosen an interface.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .arithmetic import Arithmetic
 from .control_block import VOTE_SLOTS, ControlBlock, Payloads
-from .futex import comes_soon, fence, reads_in_order, sleep_while, wake
+from .futex import READS_IN_ORDER, comes_soon, fence, sleep_while, wake
 
 DIGEST_BYTES = 16
 
@@ -35,8 +35,6 @@ _VOTE, _DIGEST, _ASLEEP, _OPEN, _GO, _PAUSED, _WITH_DATA, _VOTES_BELL, _DECISION
 
 # The longest sleep: the ring may be lost if two ranks ring at once.
 _SLEEP_S = 0.1
-
-_READS_IN_ORDER = reads_in_order()
 
 
 @runtime_checkable
@@ -105,7 +103,7 @@ class Board:
     def open_round(self) -> int:
         """The number of the round that is open for votes; 0 before the first."""
         number = self._of_rank_0[_OPEN]
-        if not _READS_IN_ORDER:
+        if not READS_IN_ORDER:
             # Order this read before the caller's next reads.
             fence()
         return number
@@ -167,7 +165,7 @@ class Board:
         for words in self._words:  # a generator would take longer than the rest of this method
             if words[_VOTE] != number:
                 return False
-        if not _READS_IN_ORDER:
+        if not READS_IN_ORDER:
             fence()
         return True
 

@@ -26,6 +26,8 @@ _LOOKS_PER_CLOCK = 50
 _YIELDS = 4
 
 _IS_X86 = platform.machine() == "x86_64"
+# Whether a reader needs no `fence`. ARM may read the data that a counter stands for before it reads the counter.
+READS_IN_ORDER = _IS_X86
 _libc = ctypes.CDLL(None, use_errno=True)
 _barrier = forks.lock_of_process()
 
@@ -37,14 +39,6 @@ class _Timespec(ctypes.Structure):
 def is_available() -> bool:
     """Whether this machine has what this package uses: futexes, pidfds and /proc."""
     return _NUMBER_OF_FUTEX is not None and hasattr(os, "pidfd_open") and os.path.isdir("/proc/self/fd")
-
-
-def reads_in_order() -> bool:
-    """Whether this machine never reorders reads, so that a reader needs no `fence`.
-
-    True on x86. ARM may read the data that a counter stands for before it reads the counter.
-    """
-    return _IS_X86
 
 
 def fence() -> None:

@@ -19,14 +19,12 @@ import torch
 
 from ..comm.engine import LostError, PeerGoneError
 from .control_block import FAILED, LEFT, OPEN, REVOKED, WINDOW, ControlBlock, Payloads
-from .futex import comes_soon, fence, reads_in_order, sleep_while, wake
+from .futex import READS_IN_ORDER, comes_soon, fence, sleep_while, wake
 from .segment import close_all
 
 # The longest sleep, after which a rank checks for dead ranks; it also bounds the delay of a signal that arrives just
 # before the sleep.
 _WATCH_S = 0.1
-
-_READS_IN_ORDER = reads_in_order()
 
 
 class Peers:
@@ -80,7 +78,7 @@ class Peers:
         for words in self._others:  # a generator would take longer than the rest of this method
             if words[counter] < value:
                 return False
-        if not _READS_IN_ORDER:
+        if not READS_IN_ORDER:
             # The caller next reads the headers and payloads that these counters stand for. ARM may have read those
             # before the counters above: without a fence a rank would reduce the data of an earlier operation.
             fence()

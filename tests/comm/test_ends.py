@@ -15,7 +15,7 @@ from ranks import attempt_threads
 
 from hvdlite.comm.ends import Ends
 from hvdlite.comm.gloo import Connecting, ConnectingRanks, InitTimeout
-from hvdlite.comm.torch_factory import SubsetEngineFactory
+from hvdlite.comm.torch_factory import TorchEngineFactory
 from hvdlite.errors import CommunicationError, MismatchError, PeerLostError
 from hvdlite.shm.shm_factory import ShmEngineFactory
 from hvdlite.signing import Signer
@@ -33,7 +33,7 @@ def factories(size: int) -> list[tuple[Ends, Callable[[str], Any]]]:
         ends.give_up_connecting = Connecting(size).give_up_begun
         names = tuple(f"rank {each} (here)" for each in range(size))
         ranks = ConnectingRanks(store, Signer(b"key"), rank, names, InitTimeout(LONG), ends)
-        torchs = SubsetEngineFactory(ranks, "gloo", range(size))
+        torchs = TorchEngineFactory("gloo", ranks)
         kinds = {"gloo": torchs, "shared memory": ShmEngineFactory(ranks, torchs, for_gpus=False)}
         made.append((ends, kinds.__getitem__))
     return made

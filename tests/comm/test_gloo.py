@@ -23,7 +23,7 @@ from hvdlite.comm.engine import RevokedError
 from hvdlite.comm.gloo import ConnectingRanks, InitTimeout, make_gloo, open_proven, wait_for_all
 from hvdlite.comm.gloo_sockets import Connections
 from hvdlite.comm.torch_engine import TorchWork
-from hvdlite.comm.torch_factory import SubsetEngineFactory
+from hvdlite.comm.torch_factory import TorchEngineFactory
 from hvdlite.errors import CommunicationError
 from hvdlite.signing import Signer
 
@@ -406,7 +406,7 @@ def test_a_revoked_engine_is_quiet_at_once_though_gloo_has_stopped_reading_a_con
     given_up, sent = threading.Event(), threading.Event()
 
     def run(rank: int) -> bool:
-        factory = SubsetEngineFactory(ranks_of(store, rank, 2), "gloo", range(2))
+        factory = TorchEngineFactory("gloo", ranks_of(store, rank, 2))
         engine = factory.open()
         group = engine.process_group
         is_quiet = False
@@ -494,7 +494,7 @@ def test_a_rank_that_is_lost_while_gloo_connects_is_a_communication_error(monkey
         raise dist.DistStoreError("get of 0/1: rank 1 was killed by SIGKILL")
 
     monkeypatch.setattr(torch_factory, "make_gloo", make)
-    factory = SubsetEngineFactory(ranks_of(dist.HashStore(), 0, 1), "gloo", range(1))
+    factory = TorchEngineFactory("gloo", ranks_of(dist.HashStore(), 0, 1))
     with pytest.raises(
         CommunicationError, match=r"^rank 0 \(node0\) could not connect .* rank 1 was killed by SIGKILL"
     ):

@@ -21,7 +21,7 @@ from hvdlite.comm.gloo import ConnectingRanks, InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.comm.messages import NOT_DONE_YET
 from hvdlite.comm.torch_engine import TorchEngine
-from hvdlite.comm.torch_factory import SubsetEngineFactory
+from hvdlite.comm.torch_factory import TorchEngineFactory
 from hvdlite.errors import CommunicationError, PeerLostError
 from hvdlite.signing import Signer
 
@@ -311,7 +311,7 @@ def groups_with_connections(size: int) -> Callable[[int], Group]:
 
     def group_of(rank: int) -> Group:
         ranks = ConnectingRanks(store, Signer(b"key"), rank, names, timeout)
-        return Group(SubsetEngineFactory(ranks, "gloo", range(size)), rank, size, names, signer=Signer(b"test"))
+        return Group(TorchEngineFactory("gloo", ranks), rank, size, names, signer=Signer(b"test"))
 
     return group_of
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gpu.test_cuda import RANKS, SHARING, run
 
 from hvdlite.comm.gloo import ConnectingRanks, InitTimeout
-from hvdlite.comm.torch_factory import SubsetEngineFactory
+from hvdlite.comm.torch_factory import TorchEngineFactory
 from hvdlite.signing import Signer
 
 pytestmark = [
@@ -20,11 +20,8 @@ pytestmark = [
 
 
 def test_a_sets_engine_factory_carry_cpu_and_cuda_tensors():
-    engine_factory = SubsetEngineFactory(
-        ConnectingRanks(dist.HashStore(), Signer(b"alone"), 0, ("rank 0",), InitTimeout(timedelta(seconds=20))),
-        "cpu:gloo,cuda:nccl",
-        [0],
-    )
+    ranks = ConnectingRanks(dist.HashStore(), Signer(b"alone"), 0, ("rank 0",), InitTimeout(timedelta(seconds=20)))
+    engine_factory = TorchEngineFactory("cpu:gloo,cuda:nccl", ranks)
     engines = [engine_factory.open() for _ in range(2)]
     for engine in engines:
         for device in ("cpu", "cuda"):

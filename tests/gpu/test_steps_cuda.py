@@ -18,7 +18,7 @@ from hvdlite.comm.gloo import ConnectingRanks, InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.comm.hierarchy import HostGroups
 from hvdlite.comm.hierarchy_selection import HierarchicalEngineFactory
-from hvdlite.comm.torch_factory import SubsetEngineFactory
+from hvdlite.comm.torch_factory import TorchEngineFactory
 from hvdlite.signing import Signer
 
 pytestmark = [
@@ -34,10 +34,10 @@ def alone() -> ConnectingRanks:
 
 
 def over_nccl() -> EngineFactory:
-    return SubsetEngineFactory(alone(), "cpu:gloo,cuda:nccl", [0])
+    return TorchEngineFactory("cpu:gloo,cuda:nccl", alone())
 
 
-class OneRankOfEach(SubsetEngineFactory):
+class OneRankOfEach(TorchEngineFactory):
     """Makes NCCL engines also for both levels of a hierarchy of one host with one rank."""
 
     def among(self, places: object, place: int, token: str, /) -> EngineFactory:
@@ -45,7 +45,7 @@ class OneRankOfEach(SubsetEngineFactory):
 
 
 def over_a_hierarchy() -> EngineFactory:
-    flat = OneRankOfEach(alone(), "cpu:gloo,cuda:nccl", [0])
+    flat = OneRankOfEach("cpu:gloo,cuda:nccl", alone())
     return HierarchicalEngineFactory(flat, None, HostGroups((0,), (0,), ((0,),)), 0, "test", {"cuda"})
 
 

@@ -19,7 +19,7 @@ PATIENCE = timedelta(seconds=60)
 
 
 def own(rank: int, size: int, version: str = "1") -> RankInfo:
-    return RankInfo.of(Placement(rank, size, "node", f"host{rank}", rank), 100 + rank, version, {"check": True})
+    return RankInfo(Placement(rank, size, "node", f"host{rank}", rank), 100 + rank, version, {"check": True})
 
 
 def meet(store: dist.Store, rank: int, size: int, secret: bytes = SECRET, version: str = "1"):

@@ -441,7 +441,7 @@ def test_where_reads_may_be_reordered_what_others_have_written_is_read_behind_a_
     seen: list[bool] = []
     is_over = threading.Event()
     fence = peers.fence
-    monkeypatch.setattr(peers, "_READS_IN_ORDER", False)
+    monkeypatch.setattr(peers, "READS_IN_ORDER", False)
 
     def on_rank(engine: ShmEngine) -> None:
         try:
