@@ -71,6 +71,8 @@ class FramesOfThreads:
       both.
     - Python 3.11 makes the frame that ``f_back`` returns when it is asked for, and may collect garbage then. Where a
       finalizer lets the thread go on, and return from that frame, its memory is used again while it is read.
+
+    It is no generator, whose own frame would stand for the calling thread, and lead to no other once it is suspended.
     """
 
     def __enter__(self) -> dict[int, FrameType]:

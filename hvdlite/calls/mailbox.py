@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from hvdlite_wire.codec import Family
@@ -51,14 +51,13 @@ class FrameError(ValueError):
     """A frame is not valid: its length, its tag or its message is wrong."""
 
 
+@dataclass(eq=False)
 class Sealer(Generic[Message]):
-    """Makes the frames of one direction of a connection."""
+    """Makes the frames of one direction of a connection, which has a signer of its own."""
 
-    def __init__(self, signer: Signer, family: Family[Message]) -> None:
-        """``signer`` is the one for this direction of this connection."""
-        self._signer = signer
-        self._family = family
-        self._count = 0
+    _signer: Signer
+    _family: Family[Message]
+    _count: int = 0
 
     def seal(self, message: Message) -> bytes:
         """Returns the next frame. Raises a ValueError if the message is too long; the connection stays usable."""
@@ -70,15 +69,14 @@ class Sealer(Generic[Message]):
         return _HEADER.pack(len(data), tag) + data
 
 
+@dataclass(eq=False)
 class Opener(Generic[Message]):
-    """Reads the frames of one direction of a connection."""
+    """Reads the frames of one direction of a connection, which has a signer of its own."""
 
-    def __init__(self, signer: Signer, family: Family[Message]) -> None:
-        """``signer`` is the one for this direction of this connection."""
-        self._signer = signer
-        self._family = family
-        self._count = 0
-        self._received = bytearray()
+    _signer: Signer
+    _family: Family[Message]
+    _count: int = 0
+    _received: bytearray = field(default_factory=bytearray)
 
     def open(self, data: bytes) -> list[Message]:
         """Returns the messages completed by these bytes. After a FrameError nothing more can be read."""

@@ -145,12 +145,11 @@ def _median_s(engine: Engine, numel_bytes: int, device: torch.device) -> float:
     from statistics import median  # noqa: PLC0415  # takes 10 ms to import, and most jobs never measure
 
     tensor = torch.zeros(numel_bytes // 4, device=device, dtype=torch.float32)
-    return median([_seconds_of_one(engine, tensor) for _ in range(_WARM_UP + _TRIALS)][_WARM_UP:])
-
-
-def _seconds_of_one(engine: Engine, tensor: torch.Tensor) -> float:
-    began_s = time.perf_counter()
-    engine.allreduce([tensor], dist.AllreduceOptions()).wait()
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter() - began_s
+    took_s = []
+    for _ in range(_WARM_UP + _TRIALS):
+        began_s = time.perf_counter()
+        engine.allreduce([tensor], dist.AllreduceOptions()).wait()
+        if tensor.is_cuda:
+            torch.cuda.synchronize(device)
+        took_s.append(time.perf_counter() - began_s)
+    return median(took_s[_WARM_UP:])

@@ -12,6 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -282,18 +283,16 @@ class TorchWork:
         return future
 
 
+@dataclass(eq=False)
 class _CombinedHere:
     """A reduce-scatter over gloo, or a small all-reduce: an all-to-all in progress, whose parts this rank combines."""
 
-    def __init__(
-        self, sent: TorchWork, terms: Sequence[Tensor], combine: Callable[..., Tensor], output: Tensor
-    ) -> None:
-        self._sent = sent
-        self._terms: Sequence[Tensor] = terms
-        self._combine = combine
-        self._output = output
-        self._combining = threading.Lock()
-        self._is_combined = False
+    _sent: TorchWork
+    _terms: Sequence[Tensor]
+    _combine: Callable[..., Tensor]
+    _output: Tensor
+    _combining: threading.Lock = field(default_factory=threading.Lock)
+    _is_combined: bool = False
 
     def wait(self) -> object:
         self._sent.wait()

@@ -124,28 +124,20 @@ class Heartbeat:
         return None
 
 
+@dataclass(eq=False)
 class WaitReports:
-    """Collects what the threads of this process wait for, and checks that rank 0 answers."""
+    """Collects what the threads of this process wait for, and checks that rank 0 answers, which has sent a welcome."""
 
-    def __init__(
-        self,
-        connection: Rank0Connection,
-        executor: Executor,
-        callers: Callers,
-        requests: Requests,
-        joins: Joins,
-        welcome: Welcome,
-    ) -> None:
-        """``connection`` leads to rank 0, whose ``welcome`` has been read."""
-        self._connection = connection
-        self._group = connection.group
-        self._watch = connection.watch
-        self._executor = executor
-        self._callers = callers
-        self._requests = requests
-        self._joins = joins
-        self._rank_0 = welcome
-        self._rules = StallRules(welcome.warn_after_s, welcome.end_after_s)
+    _connection: Rank0Connection
+    _executor: Executor
+    _callers: Callers
+    _requests: Requests
+    _joins: Joins
+    _rank_0: Welcome
+
+    def __post_init__(self) -> None:
+        self._group, self._watch = self._connection.group, self._connection.watch
+        self._rules = StallRules(self._rank_0.warn_after_s, self._rank_0.end_after_s)
         self._heartbeat = Heartbeat(self._rules)
 
     def heard(self) -> None:

@@ -10,6 +10,7 @@ of the ranks belong together: a call while another thread is in one of the same 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,15 +31,17 @@ _WAY_OUT_OF_FIRST_STEP = (
 )
 
 
+@dataclass(eq=False)
 class UncheckedController:
-    """A controller that trusts the program."""
+    """A controller that trusts the program.
 
-    def __init__(self, size: int, recorder: Recorder, client: Controller | None = None) -> None:
-        """``client`` receives the ends of other ranks, if there are others, and is closed with this controller."""
-        self._size = size
-        self._recorder = recorder
-        self._client = client
-        self._one_thread: dict[int, OneThread] = {}  # by process set
+    ``_client`` receives the ends of other ranks, if there are others, and is closed with this controller.
+    """
+
+    _size: int
+    _recorder: Recorder
+    _client: Controller | None = None
+    _one_thread: dict[int, OneThread] = field(default_factory=dict)  # by process set
 
     def open_group(self, group: Group) -> None:
         return

@@ -40,8 +40,6 @@ _GIVING_UP = timedelta(seconds=1)  # the timeout for telling the launcher that i
 # Of TORCH_NCCL_ASYNC_ERROR_HANDLING: abort the communicator, and leave the process alone.
 _CLEAN_UP_ONLY = "2"
 
-_GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
-
 
 def connect_all(
     placement: Placement,
@@ -56,7 +54,7 @@ def connect_all(
     ``assignment`` and ``connecting`` are an elastic worker's; ``connecting`` ends the waits once one of the ranks is
     lost. Raises `CommunicationError` if not all ranks come in time.
     """
-    backend = _GLOO_AND_NCCL if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if assignment is not None:
         # By default NCCL's watchdog ends the process when it sees that another rank is gone; the others are to go on.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", _CLEAN_UP_ONLY)

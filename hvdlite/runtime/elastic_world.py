@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -60,7 +60,7 @@ def connect_elastic(worker: ElasticWorker, call: InitCall) -> World:
     process = call.process
     open_log(call.environment, f"worker {worker.number}")
     if given := os.environ.get(CHAOS):
-        arm(given, _FaultQuestions(worker.store_url, worker.number).may_begin, cut_links)
+        arm(given, _fault_question(worker.store_url, worker.number), cut_links)
     launcher = LauncherEnd(store_client(worker.store_url, process), worker.number, f"worker {worker.number}")
     call.undo.callback(launcher.client.close)
     # The sets need the other ranks.
@@ -186,23 +186,21 @@ def _import_for_optimizers() -> None:
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], lr=0.0)
 
 
-class _FaultQuestions:
-    """Asks hvdlite-run, through its store, whether a fault of ``--chaos`` may happen in this worker now.
+def _fault_question(store_url: str, worker: int) -> Callable[[int, int], bool]:
+    """Returns what asks hvdlite-run, through its store, whether a fault of ``--chaos`` may happen in this worker now.
 
     The answer comes before the fault, so hvdlite-run's report has each of them.
     """
+    client, numbers = StoreClient.from_url(store_url), itertools.count()
 
-    def __init__(self, store_url: str, worker: int) -> None:
-        self._client = StoreClient.from_url(store_url)
-        self._worker = worker
-        self._numbers = itertools.count()
-
-    def may_begin(self, index: int, step: int) -> bool:
+    def may_begin(index: int, step: int) -> bool:
         """Returns whether the fault at this place of HVDLITE_CHAOS may happen in this step; waits for the answer."""
-        number = next(self._numbers)
+        number = next(numbers)
         try:
-            self._client.set({ask_key(self._worker): b"%d %d %d" % (number, index, step)})
-            (answer,) = self._client.get([answer_key(self._worker, number)])
+            client.set({ask_key(worker): b"%d %d %d" % (number, index, step)})
+            (answer,) = client.get([answer_key(worker, number)])
         except (OSError, ValueError):  # the job ends
             return False
         return answer == b"now"
+
+    return may_begin
