@@ -284,7 +284,7 @@ def port_of_job(launcher: Launcher, environ: Mapping[str, str]) -> int:
 def hosts_of_job(launcher: Launcher, environ: Mapping[str, str]) -> list[str]:
     """Returns the job's hosts in the order of its nodelist. A range keeps its first number's width (``[08-10]``)."""
     assert launcher.nodelist is not None, "the caller has asked"
-    text = environ[launcher.nodelist]
+    text = environ.get(launcher.nodelist, "")
     try:
         return _expand_nodelist(text)
     except ValueError:

@@ -240,6 +240,11 @@ def test_what_is_no_list_is_named(text):
         expanded(text)
 
 
+def test_a_list_that_is_missing_is_named():
+    with pytest.raises(hvd.LaunchEnvironmentError, match="SLURM_STEP_NODELIST='' is not a list of hosts such as"):
+        hosts_of_job(SRUN, {})
+
+
 ranges = st.tuples(st.integers(0, 200), st.integers(0, 20), st.integers(1, 4))
 names = st.text("abcxyz-.", min_size=1, max_size=5)
 
