@@ -53,19 +53,19 @@ class FrameError(ValueError):
 
 @dataclass(eq=False)
 class Sealer(Generic[Message]):
-    """Makes the frames of one direction of a connection, which has a signer of its own."""
+    """Makes the frames of one direction of a connection, which has a signer of its own; ``count`` of them so far."""
 
     _signer: Signer
     _family: Family[Message]
-    _count: int = 0
+    count: int = 0
 
     def seal(self, message: Message) -> bytes:
         """Returns the next frame. Raises a ValueError if the message is too long; the connection stays usable."""
         data = self._family.encode(message)
         if len(data) > MAX_BYTES:
             raise ValueError(f"a message of {len(data)} bytes is longer than the limit of {MAX_BYTES}")
-        tag = self._signer.sign(self._count, data)[:_TAG_BYTES]
-        self._count += 1
+        tag = self._signer.sign(self.count, data)[:_TAG_BYTES]
+        self.count += 1
         return _HEADER.pack(len(data), tag) + data
 
 
@@ -171,7 +171,13 @@ class Mailbox(Generic[Sent, Received]):
         """Sends several messages, as `send` does. Raises a ValueError before any is sent if one is too long."""
         with self._sending:
             # Under the lock, since frames are counted in the order in which they are sent.
-            data = b"".join([self._sealer.seal(message) for message in messages])
+            count = self._sealer.count
+            try:
+                data = b"".join([self._sealer.seal(message) for message in messages])
+            except ValueError:
+                # Those before it are not sent either.
+                self._sealer.count = count
+                raise
             if self._is_broken:
                 return
             had_to_wait = bool(self._outgoing)

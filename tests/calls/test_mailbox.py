@@ -86,6 +86,15 @@ def test_a_message_that_is_too_long_is_refused_by_who_would_send_it_and_the_next
     assert Opener(KEY, FROM_RANK_0).open(sealer.seal(AskLine())) == [AskLine()]
 
 
+def test_of_several_messages_none_goes_if_one_is_too_long_and_the_next_one_does(monkeypatch):
+    monkeypatch.setattr("hvdlite.calls.mailbox.MAX_BYTES", 100)
+    rank, rank_0 = mailbox_pair(KEY)
+    with pytest.raises(ValueError, match="longer than the limit of 100"):
+        rank_0.send_all([AskLine(), EndProcess("x" * 98)])
+    rank_0.send(AskLine())
+    assert rank.receive() == [AskLine()]
+
+
 def test_what_a_rank_is_sent_cannot_be_sent_back_to_rank_0():
     ours, theirs = socket.socketpair()
     mailbox = Mailbox(ours, KEY, sends=DOWN, receives=UP)
