@@ -140,23 +140,15 @@ class Mailbox(Generic[Sent, Received]):
     """One end of a connection. Any thread may send; one thread receives, and flushes when the socket has room again."""
 
     def __init__(
-        self,
-        connection: socket.socket,
-        session: Signer,
-        *,
-        sends: Direction[Sent],
-        receives: Direction[Received],
-        wake: Callable[[], None] | None = None,
+        self, connection: socket.socket, session: Signer, *, sends: Direction[Sent], receives: Direction[Received]
     ) -> None:
-        """``session`` is the connection's signer, the same at both ends.
-
-        ``wake`` is called on the sending thread when there is data to flush and there was none before.
-        """
+        """``session`` is the connection's signer, the same at both ends."""
         connection.setblocking(False)
         self._connection = connection
         self._sealer = Sealer(session.derive(sends.name), sends.family)
         self._opener = Opener(session.derive(receives.name), receives.family)
-        self.wake = wake
+        # Called on the sending thread when there is data to flush and there was none before.
+        self.wake: Callable[[], None] = lambda: None
         self._sending = threading.Lock()
         # Data that the socket had no room for.
         self._outgoing = bytearray()
@@ -185,7 +177,7 @@ class Mailbox(Generic[Sent, Received]):
             if sent == len(data):
                 return
             self._outgoing += memoryview(data)[sent:]
-        if not had_to_wait and self.wake is not None:
+        if not had_to_wait:
             self.wake()
 
     @property

@@ -111,7 +111,8 @@ def test_sending_never_waits_and_everything_arrives_in_order_once_the_other_end_
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     woken = []
-    sender = Mailbox(ours, KEY, sends=UP, receives=DOWN, wake=lambda: woken.append(1))
+    sender = Mailbox(ours, KEY, sends=UP, receives=DOWN)
+    sender.wake = lambda: woken.append(1)
     receiver = Mailbox(theirs, KEY, sends=DOWN, receives=UP)
     sent = [HasFailed("all", number, "x" * (number % 700)) for number in range(2000)]
     for message in sent:
