@@ -170,11 +170,17 @@ def make_world(
         kept = process.keep("shared memory", None, KeptMemory, KeptMemory.close)
         kept.begin([info.pid for info in infos if info.placement.node == placement.node])
     within = None
-    if environment.shm and topology.local_size == len(placements) > 1:
-        group = _over_shared_memory(group, generation, engine_factory, connecting, kept)
-        undo.callback(group.close)
-    elif environment.shm and topology.local_size > 1:
-        within = _between_neighbours(placement, nodes, engine_factory, connecting, kept)
+    if environment.shm and topology.local_size > 1:
+        over_memory = ShmEngineFactory(connecting, engine_factory, for_gpus=torch.cuda.is_available(), kept=kept)
+        neighbours = [rank for rank, node in enumerate(nodes) if node == placement.node]
+        if len(neighbours) == len(nodes):
+            over_network, signer = group, group.signer.derive("shared memory")
+            group = Group(over_memory, group.rank, group.size, group.hosts, signer=signer, watch=generation.watch)
+            over_network.close()
+            undo.callback(group.close)
+        else:
+            token = f"host of rank {neighbours[0]}"
+            within = over_memory.among(neighbours, neighbours.index(placement.rank), token)
     # Rank 0's setting counts, because its measurements decide too.
     hierarchical = infos[0].settings["hierarchical"]
     gpu = _own_gpu(group, topology) if hierarchical is None else None
@@ -213,39 +219,6 @@ def _require_same_switch(name: str, infos: Sequence[RankInfo], group: Group) -> 
                 f"hvd.init(): {name} (0 or 1) is {first!r} on {group.describe_rank(0)} and "
                 f"{info.settings[name]!r} on {group.describe_rank(rank)}: every rank must pass the same value"
             )
-
-
-def _over_shared_memory(
-    group: Group,
-    generation: Generation,
-    engine_factory: EngineFactory,
-    ranks: ConnectingRanks,
-    kept: KeptMemory | None,
-) -> Group:
-    """Closes the group and returns one of the same ranks over shared memory; all ranks must be on one host.
-
-    ``engine_factory`` makes the engines for tensors and collectives that shared memory does not support.
-    """
-    on_host = ShmEngineFactory(ranks, engine_factory, for_gpus=torch.cuda.is_available(), kept=kept)
-    signer = group.signer.derive("shared memory")
-    shared = Group(on_host, group.rank, group.size, group.hosts, signer=signer, watch=generation.watch)
-    group.close()
-    return shared
-
-
-def _between_neighbours(
-    placement: Placement,
-    nodes: Sequence[str],
-    engine_factory: EngineFactory,
-    ranks: ConnectingRanks,
-    kept: KeptMemory | None,
-) -> EngineFactory:
-    """Makes engines over shared memory between the ranks of this host; ``nodes`` has the node of every rank."""
-    group_ranks = [rank for rank, node in enumerate(nodes) if node == placement.node]
-    group_rank, token = group_ranks.index(placement.rank), f"host of rank {group_ranks[0]}"
-    others = engine_factory.among(group_ranks, group_rank, token)
-    neighbours = ranks.among(group_ranks, group_rank, token)
-    return ShmEngineFactory(neighbours, others, for_gpus=torch.cuda.is_available(), kept=kept)
 
 
 def _own_gpu(group: Group, topology: Topology) -> torch.device | None:
