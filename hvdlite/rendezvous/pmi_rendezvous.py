@@ -45,6 +45,7 @@ _PORTS = 20000
 
 # Slurm's lists of host names, such as node[1-3,07],login,rack[1-2]n[0-1].
 _ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+_LIST = re.compile(rf"{_ITEM.pattern}(?:,{_ITEM.pattern})*")
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _MOST_HOSTS = 1 << 17  # a longer list is a mistake, and could exhaust this host's memory
@@ -297,19 +298,9 @@ def hosts_of_job(launcher: Launcher, environ: Mapping[str, str]) -> list[str]:
 
 def _expand_nodelist(text: str) -> list[str]:
     """Expands a list in Slurm's notation to host names; raises a ValueError for any other text."""
-    hosts: list[str] = []
-    position = 0
-    while True:
-        item = _ITEM.match(text, position)
-        if item is None:
-            raise ValueError(f"no host at {position}")
-        hosts += _expand_item(item[0])
-        position = item.end()
-        if position == len(text):
-            return hosts
-        if text[position] != ",":
-            raise ValueError(f"no comma at {position}")
-        position += 1
+    if _LIST.fullmatch(text) is None:
+        raise ValueError("it is no list")
+    return [host for item in _ITEM.findall(text) for host in _expand_item(item)]
 
 
 def _expand_item(item: str) -> list[str]:

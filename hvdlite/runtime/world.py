@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from hvdlite_wire.assignments import RankAssignment
@@ -273,17 +274,14 @@ def _waited_s() -> float:
 
 def _environment_with(hierarchical: bool | None, check_parameters: object, survive: bool | None) -> Environment:
     """Returns what the variables say, with these arguments of `init` in their places where they are not None."""
-    for name, given in (("hierarchical", hierarchical), ("survive", survive)):
-        if given is not None and not isinstance(given, bool):
-            raise ValueError(f"{name}={shown(given)} is none of True, False and None")
+    given: dict[str, Any] = {"hierarchical": hierarchical, "survive": survive}
+    for name, value in given.items():
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{name}={shown(value)} is none of True, False and None")
     environment = read_environment(os.environ)
     if check_parameters is not None:
-        environment = replace(environment, check_parameters=_how_often(check_parameters))
-    if hierarchical is not None:
-        environment = replace(environment, hierarchical=hierarchical)
-    if survive is not None:
-        environment = replace(environment, survive=survive)
-    return environment
+        given["check_parameters"] = _how_often(check_parameters)
+    return replace(environment, **{name: value for name, value in given.items() if value is not None})
 
 
 def take_place(place: GivenPlace) -> None:
