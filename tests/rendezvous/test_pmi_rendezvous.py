@@ -7,6 +7,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from hvdlite_wire.addresses import ELSEWHERE, interface_with
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hvdlite as hvd
-from hvdlite.rendezvous import launchers
+from hvdlite.rendezvous import launchers, pmi
 from hvdlite.rendezvous.host_address import own_address
 from hvdlite.rendezvous.launchers import MPICH, OPENMPI, SLURM, Launcher, launcher_named
 from hvdlite.rendezvous.local_exchange import ask_local_rank_0, give_to_local_ranks
@@ -212,6 +213,12 @@ def test_a_slurm_rank_0_that_is_not_on_the_first_node_is_told_what_to_set():
 def test_a_launcher_that_gives_no_way_to_meet_is_named(launcher, said):
     with pytest.raises(hvd.LaunchEnvironmentError, match=f"{said}.*MASTER_ADDR"):
         rendezvous_by_pmi(Placement(0, 2, "a", "a", 0, launcher=launcher), {}, ProcessState(), timedelta(seconds=1))
+
+
+def test_an_error_of_pmix_is_not_taken_for_a_rank_that_is_late(monkeypatch):
+    monkeypatch.setattr(pmi, "_libpmix", lambda environ: SimpleNamespace())
+    with pytest.raises(AttributeError, match="PMIx_Init"):
+        pmi.exchange_by_pmix({}, "k", "v", 60)
 
 
 def expanded(nodelist: str) -> list[str]:
