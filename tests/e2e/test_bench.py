@@ -190,7 +190,7 @@ def test_ranks_of_two_hosts_share_no_memory_and_are_measured_all_the_same(launch
     assert code == 0, err.decode()
     rows = re.findall(r"^\[0\]<stdout>:(\S+ \S+)  float32  (\S+( \S+)?)  ", out.decode(), re.MULTILINE)
     assert {(size, what) for size, what, _ in rows} == {
-        (size, what) for size in ("64 B", "1 MB") for what in ("hvdlite", "gloo", "memcpy")
+        (size, what) for size in ("64 B", "1 MB") for what in ("hvdlite", "hvdlite call", "gloo", "memcpy")
     }
     assert_clean(lan)
 
