@@ -37,6 +37,8 @@ MODULES: dict[str, dict[str, str]] = {
             "num_rank_is_power_2 split_list"
         ),
     },
+    "data": {"hvdlite.horovod.data_loaders": "*"},
+    "data.data_loader_base": {"hvdlite.horovod.data_loaders": "*"},
     "ray": {"hvdlite.horovod.ray_executor": "RayExecutor"},
     "ray.runner": {"hvdlite.horovod.ray_executor": "RayExecutor"},
     # Found, so that ``python -m`` says what to use instead; its import raises an error that says so too.
@@ -68,7 +70,6 @@ MODULES: dict[str, dict[str, str]] = {
 
 _OTHER_FRAMEWORKS = ("tensorflow", "keras", "_keras", "mxnet")
 _OF_ELASTIC_RAY = ("elastic", "elastic_v2", "ElasticRayExecutor")
-_OTHER_LAUNCHERS = ("spark", "data")
 
 
 def make_importable() -> None:
@@ -133,8 +134,6 @@ def refusal(fullname: str) -> str | None:
         return (
             f"{fullname}: hvdlite's RayExecutor has a fixed number of ranks: use hvdlite-run --min-np, or horovod.run()"
         )
-    if parts and parts[0] in _OTHER_LAUNCHERS:
-        return (
-            f"{fullname}: hvdlite does not support {parts[0]}: start PyTorch programs with hvdlite-run or horovod.run()"
-        )
+    if parts[:1] == ["spark"]:
+        return f"{fullname}: hvdlite does not support spark: start PyTorch programs with hvdlite-run or horovod.run()"
     return None

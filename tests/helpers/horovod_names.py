@@ -39,6 +39,8 @@ MODULES = {
         "ElasticSampler", "ModelStateHandler", "OptimizerStateHandler", "SamplerStateHandler", "StateHandler",
         "TorchState", "get_handler_registry", "set_handler_registry",
     ],
+    "horovod.data": ["AsyncDataLoaderMixin", "BaseDataLoader"],
+    "horovod.data.data_loader_base": ["AsyncDataLoaderMixin", "BaseDataLoader"],
     "horovod.torch.functions": [
         "allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters",
     ],
@@ -54,7 +56,7 @@ MODULES = {
 OPTIONAL_MODULES = {"horovod.ray": ["RayExecutor"], "horovod.ray.runner": ["RayExecutor"]}
 
 NOT_THERE_MODULES = [
-    "horovod.data", "horovod.keras", "horovod.mxnet", "horovod.spark", "horovod.tensorflow",
+    "horovod.keras", "horovod.mxnet", "horovod.spark", "horovod.tensorflow",
 ]  # fmt: skip
 
 OPTIMIZER_ARGUMENTS = """

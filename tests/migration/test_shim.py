@@ -72,7 +72,6 @@ def test_horovod_is_hvdlite_in_every_form_of_import():
         ("from horovod import keras", "horovod.keras: hvdlite supports only PyTorch"),
         ("import horovod.mxnet", "horovod.mxnet: hvdlite supports only PyTorch"),
         ("import horovod.spark", "horovod.spark: hvdlite does not support "),
-        ("import horovod.data", "horovod.data: hvdlite does not support "),
         ("from horovod.run import run", "horovod.run: it is a function, not a module: from horovod import run"),
         ("from horovod.runner.launch import run_commandline", "hvdlite has no horovodrun: use hvdlite-run --horovod"),
         ("import horovod.torch.nothing", "horovod.torch.nothing: hvdlite does not have this module of Horovod"),
