@@ -4,6 +4,9 @@
     set_epoch, reset ── divide what is left ── iter ── record_batch ── a rank is lost in a step (--survive): go_on
                                                                    └─ the ranks change otherwise: reset
 
+Its iterators have a state of their own, with which torchdata's `StatefulDataLoader` goes on in the middle of an epoch:
+what they have drawn, of which the program may not have recorded all.
+
 How the samples are divided, also where ranks are lost, is in `ledger`; `Survival` calls what is needed for the latter.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence, Sized
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch.utils.data import Sampler
@@ -72,7 +76,8 @@ class ElasticSampler(Sampler[int]):
         self._member = 0
         self._next: _Next | None = None
         self._votes = Votes()
-        self._is_drawn = self._has_ended = False
+        # The last iterator of this division.
+        self._iterator: _SamplerIterator | None = None
         # Whether the samples of a step that is discarded now are added to what is drawn in this iteration.
         self._may_add = False
         self._discarded: _Discarded | None = None
@@ -122,10 +127,16 @@ class ElasticSampler(Sampler[int]):
 
         After a loss within a step also the ledger that says which.
         """
-        state: dict[str, Any] = {"epoch": self.epoch, "processed_num": self.processed_num}
+        return self._state_after(0)
+
+    def _state_after(self, count: int) -> dict[str, Any]:
+        """Returns the state as it will be once every rank has processed ``count`` samples more."""
+        processed_num = self.processed_num + count * self.num_replicas
+        state: dict[str, Any] = {"epoch": self.epoch, "processed_num": processed_num}
         ledger = self._ledger
         if self._division.losses:
-            ledger = Ledger(ledger.carried, [*ledger.divisions, self._division], self.processed_num)
+            division = replace(self._division, processed=self._division.processed + count)
+            ledger = Ledger(ledger.carried, [*ledger.divisions, division], processed_num)
         if ledger.divisions or ledger.carried:
             state["ledger"] = ledger.to_dict()
         return state
@@ -164,7 +175,7 @@ class ElasticSampler(Sampler[int]):
         self._division, self._member = Division(self.num_replicas, skipped), self.rank
         self._votes.begin()
         self._discarded = None
-        self._is_drawn = self._has_ended = False
+        self._iterator = None
         ahead, self._next = self._next, None
         if ahead is not None and ahead.place[:-1] == self._place[:-1]:
             self._division.size, self._member, self._division.losses = ahead.place[-1], ahead.member, ahead.losses
@@ -184,18 +195,19 @@ class ElasticSampler(Sampler[int]):
         return self._division.shares(self.remaining_indices)[1] if self._division.losses else []
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices, from the epoch's remaining ones as `reset` has divided them."""
-        if self._is_drawn and self._rest():
-            self._divide()
-        self.indices = self._share()
-        self._is_drawn = True
-        return self._draw(self.indices)
+        """This rank's indices, from the epoch's remaining ones as `reset` has divided them.
 
-    def _draw(self, indices: list[int]) -> Iterator[int]:
-        # An iterator of a list goes on with what is added to the list, until it has ended.
-        yield from indices
-        if indices is self.indices and self._is_drawn:
-            self._has_ended = True
+        The iterator has ``state_dict`` and ``load_state_dict``, which `torchdata.stateful_dataloader` calls: a loader
+        goes on behind the last batch that it has given, whether that was recorded or not, on any number of ranks. The
+        state is equal on all ranks. After the last batch of an epoch the next loader begins the next epoch.
+        """
+        if self._iterator is not None and self._iterator.is_resumed_at_end:
+            # The loader has ended an epoch: it leaves the iterator that it has given its state, and asks for this one.
+            self.set_epoch(self.epoch + 1)
+        if self._iterator is not None and self._rest():
+            self._divide()
+        self._iterator = _SamplerIterator(self)
+        return self._iterator
 
     def __len__(self) -> int:
         """How many samples each rank has left in this epoch."""
@@ -242,7 +254,7 @@ class ElasticSampler(Sampler[int]):
             "place": self._place,
             "rank": self.rank,
             "member": self._member,
-            "has_ended": self._has_ended,
+            "has_ended": self._iterator is not None and self._iterator.has_ended,
             "trained": self._votes.trained(number, self._division.processed),
             "losses": self._division.to_list()[-1],
         }
@@ -276,7 +288,7 @@ class ElasticSampler(Sampler[int]):
             self.processed_num += (loss.trained - self._division.processed) * len(loss.lost)
             self.processed_num -= loss.discarded * len(Division(self._division.size, losses=losses[:number]).members)
         share = self._share()
-        if self._is_drawn:
+        if self._iterator is not None:
             self.indices += share[len(self.indices) :]
         self.num_samples = len(share)
 
@@ -286,6 +298,42 @@ class ElasticSampler(Sampler[int]):
         untrained = division.processed - self._votes.trained(number, division.processed)
         division.processed -= untrained
         self.processed_num -= untrained * self.num_replicas
+
+
+class _SamplerIterator(Iterator[int]):
+    """An iterator of an `ElasticSampler`, which adds to the list that this draws from where a rank is lost."""
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self.has_ended = False
+        self.is_resumed_at_end = False
+        """Whether it was given a state in which all samples of the epoch had been drawn."""
+        self._sampler = sampler
+        self._begin()
+
+    def _begin(self) -> None:
+        self._indices = self._sampler.indices = self._sampler._share()
+        self._division = self._sampler._division
+        self._drawn = 0
+
+    def __next__(self) -> int:
+        if not self.has_ended:
+            if self._drawn < len(self._indices):
+                self._drawn += 1
+                return self._indices[self._drawn - 1]
+            self.has_ended = True
+        raise StopIteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sampler's state, as if all that was drawn had been recorded: a loader with workers draws ahead."""
+        is_current = self._division is self._sampler._division
+        return self._sampler._state_after(max(0, self._drawn - self._division.processed) if is_current else 0)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where the state was taken, with the ranks that there are now."""
+        self._sampler.load_state_dict(state_dict)
+        self._begin()
+        self._sampler._iterator = self
+        self.is_resumed_at_end = not self._indices
 
 
 keep_outside_graphs(globals())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from types import SimpleNamespace
@@ -175,3 +176,48 @@ def test_what_is_left_when_iterators_have_ended_is_drawn_by_the_next_of_this_epo
     last.record_batch(0, 12)
     last.set_epoch(3)
     assert list(last) == list(range(8))
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4), st.integers(0, 40), st.integers(0, 40))
+def test_an_iterators_state_has_what_was_drawn_whether_it_was_recorded_or_not(length, before, after, drawn, recorded):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        seen, states = [], []
+        for each in samplers(monkeypatch, before, length):
+            iterator = iter(each)
+            seen += itertools.islice(iterator, drawn)
+            each.record_batch(0, min(recorded, drawn, len(each)))
+            states.append(iterator.state_dict())
+        assert all(state == states[0] for state in states)
+        for rank in range(after):
+            monkeypatch.setattr(sampler, "rank", lambda rank=rank: rank)
+            monkeypatch.setattr(sampler, "size", lambda: after)
+            iterator = iter(ElasticSampler(range(length)))
+            iterator.load_state_dict(states[0])
+            seen += iterator
+        assert set(seen) == set(range(length))
+        assert len(seen) < length + before + after, "only the last are repeated"
+
+
+@pytest.mark.parametrize("loses_state", [False, True])
+def test_behind_the_last_sample_of_an_epoch_the_next_iterator_begins_the_next_epoch(monkeypatch, loses_state):
+    (one,) = samplers(monkeypatch, 1, 6)
+    iterator = iter(one)
+    list(iterator)
+    state = iterator.state_dict()
+    (other,) = samplers(monkeypatch, 1, 6)
+    resumed = iter(other)
+    resumed.load_state_dict(state)
+    assert list(resumed) == []
+    assert other.epoch == 0, "a loader whose epoch has not ended has no batch more"
+    if loses_state:
+        other.load_state_dict(one.state_dict())
+    assert sorted(other) == list(range(6))
+    assert other.epoch == (0 if loses_state else 1)
+
+
+def test_an_iterator_from_before_a_reset_has_the_state_of_its_sampler(monkeypatch):
+    (one,) = samplers(monkeypatch, 1, 6)
+    iterator = iter(one)
+    next(iterator)
+    one.reset()
+    assert iterator.state_dict() == one.state_dict() == {"epoch": 0, "processed_num": 0}

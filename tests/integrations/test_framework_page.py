@@ -37,6 +37,25 @@ config = {"epochs": 1}
 def training(rank, given):
     assert (given, idist.get_world_size(), idist.model_name()) == (config, 2, "horovod-dist")
 """
+# Training can be broken off, and ends with the bits of all parameters.
+TORCHDATA = """
+import os, zlib
+hvd.init()
+torch.manual_seed(3)
+data = torch.utils.data.TensorDataset(torch.randn(700, 4), torch.randn(700, 2))
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+torch.manual_seed(hvd.rank())
+steps = 0
+def train(x, y):
+    global steps
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+    steps += 1
+    if steps == int(os.environ.get("BREAK_AT", "-1")):
+        os._exit(3)
+"""
 ACCELERATE = """
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -58,6 +77,11 @@ SECTIONS = {
         ANY + ACCELERATE,
         "assert isinstance(model, torch.nn.parallel.DistributedDataParallel) and accelerator.num_processes == 2\n"
         "for x, y in loader:\n    accelerator.backward((model(x) - y).square().mean())\n    optimizer.step()",
+    ),
+    "torchdata": (
+        "torchdata",
+        ANY + TORCHDATA,
+        "print('trained', steps, zlib.crc32(b''.join(each.detach().numpy() for each in model.parameters())))",
     ),
 }
 
