@@ -30,7 +30,7 @@ MANY_METHODS = {
 MANY_ATTRIBUTES: dict[str, int] = {}
 # Public signatures, whose arguments Horovod's users know, and others.
 MANY_ARGUMENTS = {
-    "DistributedOptimizer": 17,
+    "DistributedOptimizer": 18,
     "Gradients": 10,
     "Group": 9,
     "RayExecutor": 14,

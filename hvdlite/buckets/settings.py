@@ -112,10 +112,10 @@ class Settings:
     def leaves_gradients(self, size: int) -> bool:
         """Whether gradients stay where autograd has put them, as on a single rank that neither casts nor exchanges.
 
-        With a codec they do not: its exchange has the state of worlds with more ranks.
+        With a codec they do not: its exchange has the state of worlds with more ranks. Masters are those of buckets.
         """
         is_plain = self.compression is Compression.none and self.codec is None and self.exchange is None
-        return size == 1 and is_plain
+        return size == 1 and is_plain and not (self.shard is not None and self.shard.master)
 
     def for_nonmember(self) -> Settings:
         """Returns the settings of a rank outside the process set, whose gradients stay bit-identical."""

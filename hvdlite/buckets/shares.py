@@ -32,30 +32,37 @@ _ELEMENTWISE = frozenset({
 })  # fmt: skip
 
 
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which ``master=True`` has parameters of this dtype updated; but two have their own."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Sharing:
     """How ranks share an optimizer's work, equal on all ranks.
 
     ``scope`` is ``"world"``, for all ranks of the optimizer, or ``"host"``, for those of each host. ``slices``: parts
     of parameters may be updated alone. ``is_cubic``: the work of a matrix grows with its shorter side, too, as where
-    it is multiplied with itself.
+    it is multiplied with itself. ``master``: parameters of half precision are updated in float32.
     """
 
     scope: str
     slices: bool
     is_cubic: bool = False
+    master: bool = False
 
     @classmethod
-    def of(cls, scope: str, optimizer: torch.optim.Optimizer) -> Sharing:
+    def of(cls, scope: str, optimizer: torch.optim.Optimizer, *, master: bool) -> Sharing:
         """Returns how to share the work of this optimizer, by its class."""
         kind = type(optimizer)
         slices = kind in _ELEMENTWISE or getattr(kind, "updates_elementwise", False) is True
         # By name, since many programs have a Muon of their own. It decides about the balance alone.
-        return cls(scope, slices, is_cubic=kind.__name__ == "Muon")
+        return cls(scope, slices, is_cubic=kind.__name__ == "Muon", master=master)
 
     def describe(self) -> str:
         """Returns it in words, for ranks to compare."""
-        return f"{self.scope!r}, by {'slices' if self.slices else 'whole parameters'}"
+        masters = ", with masters" if self.master else ""
+        return f"{self.scope!r}, by {'slices' if self.slices else 'whole parameters'}{masters}"
 
     def sharers(self, group: Group) -> RankAndSize:
         """Returns this rank, and the number of ranks, among those that share; ``group`` are the optimizer's ranks."""

@@ -6,6 +6,6 @@
 Modules import only what stands before them:
 
     opening < own_engine < param_hooks < surplus < reducer < autotune < arguments < followed_groups
-        < optimizer_proxy < fill_tensors < optimizer_state < step_by_bucket < averaging_optimizer
+        < optimizer_proxy < fill_tensors < optimizer_state < step_by_bucket < state_pattern < averaging_optimizer
         < optimizer < checkpoint_file < checkpoint
 """

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..buckets.exchange import Exchange
 from ..buckets.outer import AnyOuter, DiLoCo, LocalSGD
 from ..buckets.settings import Settings
-from ..buckets.shares import Sharing
+from ..buckets.shares import Sharing, master_dtype
 from ..buckets.weights import MOST_PER_STEP
 from ..comm.reduce_op import Adasum, Average, ReduceOp, Sum
 from ..compression.casts import Compression, ResolvedCompression, check_compression
@@ -128,9 +128,13 @@ def check_outer(outer: object, settings: Settings) -> AnyOuter | None:
     return outer
 
 
-def check_shard(shard: object, settings: Settings, optimizer: torch.optim.Optimizer) -> Sharing | None:
+def check_shard(shard: object, master: object, settings: Settings, optimizer: torch.optim.Optimizer) -> Sharing | None:
     """Returns how ranks share the optimizer's work. Raises ValueError with what does not work beside it."""
+    if not isinstance(master, bool):
+        raise ValueError(f"master={shown(master)} is neither True nor False")
     if shard is None:
+        if master:
+            raise ValueError('master=True works with shard= alone: pass shard="world" or "host", too')
         return None
     if shard not in ("world", "host"):
         raise ValueError(
@@ -145,7 +149,13 @@ def check_shard(shard: object, settings: Settings, optimizer: torch.optim.Optimi
     for what, is_given in why.items():
         if is_given:
             raise ValueError(f"shard={shard!r} does not work with {what}: leave one of them out")
-    return Sharing.of(str(shard), optimizer)
+    dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
+    if master and all(master_dtype(dtype) == dtype for dtype in dtypes):
+        raise ValueError(
+            "master=True: this optimizer has no parameter of float16 or bfloat16, and others are updated as they are: "
+            "leave it out"
+        )
+    return Sharing.of(str(shard), optimizer, master=master)
 
 
 def check_max_norm(max_norm: object, op: ReduceOp, *, step_on_arrival: bool) -> float | None:

@@ -33,6 +33,7 @@ from .arguments import check_weighted
 from .followed_groups import FollowedGroups
 from .optimizer_proxy import OptimizerProxy
 from .reducer import Reducer
+from .state_pattern import DCP, StatePattern
 from .step_by_bucket import StepByBucket
 
 # The key of hvdlite's own state in a state_dict: a dict with a part for each owner. PyTorch's optimizers ignore it.
@@ -58,9 +59,6 @@ _UNSCALING = GradScaler._unscale_grads_.__name__
 
 # The method of Lightning's precision plugins through which they read the gradients that they clip.
 _CLIPPING = "main_params"
-
-# It would take a state dict without states of parameters for that of an optimizer without any.
-_DCP = "torch.distributed.checkpoint.state_dict"
 
 # Warn after this many steps with a single backward pass: fewer may be an accident.
 _SINGLE_PASSES = 3
@@ -138,6 +136,7 @@ class AveragingOptimizer(OptimizerProxy):
             self._update = ShardedUpdate(self._optimizer, reducer, states, self._clipper)
         self._skipping = False
         self._synchronized = False
+        self._pattern = StatePattern(self._optimizer, self._states.complete_pattern)
         self._warnings = _UseWarnings(reducer.state)
         self._groups = FollowedGroups(self._optimizer, reducer, named, groups)
         if claims:
@@ -268,6 +267,10 @@ class AveragingOptimizer(OptimizerProxy):
         A ``closure`` is called once, and the gradients that it computes are averaged before they are used. Returns
         what the closure returns, this rank's own loss.
         """
+        if self._pattern.is_asked_for():
+            self._pattern.make()
+            return None
+        self._pattern.drop()
         self._check_use(closure)
         set_by_scaler = vars(self)
         if not self._reducer.agree_to_step(set_by_scaler.get("grad_scale"), set_by_scaler.get("found_inf")):
@@ -375,7 +378,10 @@ class AveragingOptimizer(OptimizerProxy):
         """
         exchange_state = self._reducer.exchange_state.state_dict(self._groups.gone())
         parts = {_EXCHANGE: exchange_state, _OUTER: self._reducer.step.state_dict()}
-        is_dcp = sys._getframe(1).f_globals.get("__name__") == _DCP
+        # It would take a state dict without states of parameters for that of an optimizer without any.
+        is_dcp = sys._getframe(1).f_globals.get("__name__") == DCP
+        if not is_dcp:
+            self._pattern.drop()
         state, shard = self._states.state_dict(whole_for="torch.distributed.checkpoint" if is_dcp else None)
         parts |= {_SHARD: shard}
         kept: dict[str, Any] = {owner: part for owner, part in parts.items() if part}
@@ -397,6 +403,7 @@ class AveragingOptimizer(OptimizerProxy):
             kept.get(_EXCHANGE, {}), kept.get(_LOSS_SCALE), kept.get(_REFERENCE, FIRST_REFERENCE), numels
         )
         self._reducer.step.load_state_dict(kept.get(_OUTER, {}))
+        self._pattern.replace()
         plain = {key: value for key, value in state_dict.items() if key not in (_KEY, _EXCHANGE)}
         self._states.load_state_dict(plain, kept.get(_SHARD, {}))
 
@@ -411,6 +418,7 @@ class AveragingOptimizer(OptimizerProxy):
         exchange of your own that keeps a state, and has no `Exchange.consolidate`.
         """
         self._reducer.engine.require_own("optimizer.consolidate_state_dict()")
+        self._pattern.drop()
         reducer = self._reducer
         # As in `add_param_group`.
         self._groups.follow()

@@ -153,6 +153,11 @@ class DistributedOptimizer(AveragingOptimizer):
     ``shard`` or none. `join`, sparse gradients, Adasum, ``outer``, ``step_on_arrival`` and ``autotune`` do not work
     with it, and raise an error. With ``--survive`` a loss goes back to the last commit; all optimizers need it then.
 
+    ``master``: with ``shard``, update parameters of float16 and bfloat16 in float32: each rank has its part of them in
+    float32, too, with the optimizer's state in float32, and the parameters are these, rounded. Checkpoints have them in
+    the state of their parameter, under the key ``"master"``. Where a program writes the parameters itself, as it does
+    to load a model, they follow.
+
     An average is bit-identical on all ranks, and from run to run.
     """
 
@@ -176,6 +181,7 @@ class DistributedOptimizer(AveragingOptimizer):
         max_norm: float | None = None,
         outer: AnyOuter | None = None,
         shard: str | None = None,
+        master: bool = False,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
@@ -201,7 +207,7 @@ class DistributedOptimizer(AveragingOptimizer):
             check_max_norm(max_norm, op, step_on_arrival=step_on_arrival),
         )
         settings = replace(settings, outer=check_outer(outer, settings))
-        settings = replace(settings, shard=check_shard(shard, settings, optimizer))
+        settings = replace(settings, shard=check_shard(shard, master, settings, optimizer))
         if shard is not None and not is_plain_optimizer(optimizer):
             raise ValueError(
                 f"shard={shard!r}: {type(optimizer).__name__} has its own state_dict or load_state_dict, and may keep "

@@ -21,16 +21,27 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..buckets.bucket import Bucket
 from ..buckets.exchange import Links
 from ..buckets.flags import RankAndSize
-from ..buckets.shares import Sharing
+from ..buckets.shares import Sharing, master_dtype
 from ..comm.group import Group
 from ..comm.hierarchy import host_groups_of
 from ..errors import GradientError
 from ..log import log
 from ..ops.failures import raise_together
 from ..outside_graphs import keep_outside_graphs
+from ..steps.gradient_plan import GradientPlan
 from ..steps.step import Step
 from ..steps.step_world import OptimizerEngine
-from .pieces import ParameterPiece, check_whole, gather_states, joined, pieces_of, showing, slice_state
+from .pieces import (
+    MASTER,
+    ParameterPiece,
+    check_whole,
+    gather_states,
+    joined,
+    pieces_of,
+    showing,
+    slice_state,
+    without_idle_master,
+)
 
 
 class SharedAverages(Protocol):
@@ -52,14 +63,32 @@ class SharedAverages(Protocol):
 class Ownership:
     """Which rank updates which pieces of some buckets. By default there are none: nothing has been divided yet."""
 
-    def __init__(self, buckets: Sequence[Bucket] = (), sharers: RankAndSize | None = None) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket] = (), sharers: RankAndSize | None = None, *, masters: bool = False
+    ) -> None:
         self.buckets = list(buckets)
         self.sharers = RankAndSize() if sharers is None else sharers
+<<<<<<< HEAD
         """This rank among those that share the work, and how many there are."""
         self.pieces = [[pieces_of(bucket, rank) for rank in range(self.sharers.size)] for bucket in buckets]
         """By bucket and rank."""
         self.own = [piece for of_ranks in self.pieces for piece in of_ranks[self.sharers.rank]]
         """This rank's pieces of all buckets."""
+=======
+        """Of which rank `own` are, of how many."""
+        self.pieces = [
+            [
+                pieces_of(bucket, rank, masters=masters and rank == self.sharers.rank)
+                for rank in range(self.sharers.size)
+            ]
+            for bucket in buckets
+        ]
+        """For each bucket a list for each rank."""
+        self.own = [piece for of_ranks in self.pieces for piece in of_ranks[self.sharers.rank]]
+        """This rank's."""
+        self.is_trivial = self.sharers.size == 1 and all(piece.is_parameter for piece in self.own)
+        """Whether the optimizer updates all parameters themselves, as without ``shard``."""
+>>>>>>> 5cb779e (shard= with master=True, and a step that torch.distributed.checkpoint asks for is none of training)
 
     def owners(self) -> dict[int, list[tuple[int, int, int]]]:
         """Returns which ranks have which elements of a parameter, by its `id`."""
@@ -98,9 +127,21 @@ class DividedState:
     def _name(self) -> str:
         return self._averages.name
 
+<<<<<<< HEAD
     def _present(self) -> set[int]:
         """Returns the `id` of each parameter that is in the groups. Buckets follow these only in the next step."""
         return {id(param) for group in self._optimizer.param_groups for param in group["params"]}
+=======
+    @property
+    def has_masters(self) -> bool:
+        """Whether parameters of half precision are updated in float32."""
+        return self._shard.master
+
+    def _present(self) -> list[ParameterPiece]:
+        """Returns this rank's pieces of parameters that are still there. New buckets are divided in the next step."""
+        ids = {id(state.param) for state in self._averages.step.plan.layout.states.values()}
+        return [piece for piece in self.ownership.own if id(piece.param) in ids]
+>>>>>>> 5cb779e (shard= with master=True, and a step that torch.distributed.checkpoint asks for is none of training)
 
     # -- in the world and the buckets that there are now
 
@@ -112,13 +153,16 @@ class DividedState:
             self._enter(links.all, plan.sharers)
             self._links = links
         if self.ownership.sharers != plan.sharers or self.ownership.buckets != plan.layout.buckets:
-            self._move(Ownership(plan.layout.buckets, plan.sharers))
+            self._move(self._owned(plan))
         self._take_in()
+
+    def _owned(self, plan: GradientPlan) -> Ownership:
+        return Ownership(plan.layout.buckets, plan.sharers, masters=self._shard.master)
 
     def _enter(self, everyone: Group, sharers: RankAndSize) -> None:
         """Goes on in another world, if all ranks have the same parts there."""
         state, earlier = self._optimizer.state, self.ownership.sharers
-        has_state = self.holds_parts and any(state.get(piece.tensor) for piece in self.ownership.own)
+        has_state = self.holds_parts and any(piece.state_of(state) for piece in self.ownership.own)
         told = [has_state, earlier.rank, earlier.size, sharers.rank, sharers.size]
         of_all = everyone.all_gather_json(told, f"dividing the state of {self._name}")
         if any(has for has, *_ in of_all):
@@ -131,6 +175,9 @@ class DividedState:
                         "state_dict() on one, and load it on all ranks after hvd.init()"
                     )
         else:
+            states = self._by_parameter()
+            state.clear()
+            state.update(states)
             self.ownership = Ownership()
         self.all = self.sharing = everyone
         if sharers.size == 1:
@@ -160,12 +207,12 @@ class DividedState:
                 parts = gather_states(own, self._optimizer.state, self.sharing, what, keeps=True)
                 for name, of_all in parts.items():
                     param, whole = params[name], joined(name, params[name], of_all)
-                    if id(param) in owners:
+                    if whole and id(param) in owners:
                         self._optimizer.state[param] = self._there(param, whole)
-                    else:
+                    elif whole:
                         self._gone[param] = whole
         for piece in known.values():
-            if not piece.is_whole:
+            if not piece.is_parameter:
                 self._optimizer.state.pop(piece.tensor, None)
         self.ownership = ownership
 
@@ -187,7 +234,7 @@ class DividedState:
         piece_of = {id(piece.param): piece for piece in self.ownership.own}
         # Not those of which the program has only asked for the state, which makes an empty one.
         having = [(param, piece_of.get(id(param))) for param in self._params() if self._optimizer.state.get(param)]
-        return [(param, piece) for param, piece in having if piece is None or not piece.is_whole]
+        return [(param, piece) for param, piece in having if piece is None or not piece.is_parameter]
 
     def _take_in(self) -> None:
         """Replaces the states of whole parameters, as a checkpoint has them, by copies of this rank's part."""
@@ -199,7 +246,7 @@ class DividedState:
         for param, piece in self._whole_states():
             whole = state.pop(param)
             if piece is not None:
-                state[piece.tensor] = slice_state(piece, whole, type(self._optimizer).__name__)
+                state[piece.tensor] = piece.take_over(slice_state(piece, whole, type(self._optimizer).__name__))
         if self._has_loaded:
             self._has_loaded = False
             for key, value in state.items():
@@ -224,7 +271,7 @@ class DividedState:
             with showing(optimizer, {**self._others(), **whole}):
                 return optimizer.state_dict(), {}
         if not self.holds_parts:
-            with showing(optimizer, {key: value for key, value in optimizer.state.items() if value}):
+            with showing(optimizer, self._by_parameter()):
                 return optimizer.state_dict(), {}
         if whole_for is not None:
             raise ValueError(
@@ -232,9 +279,15 @@ class DividedState:
                 f"state of {self._name}: call optimizer.consolidate_state_dict(to=None) on all ranks before"
             )
         parts = {
+<<<<<<< HEAD
             piece.name: [piece.start, piece.stop, dict(optimizer.state[piece.tensor])]
             for piece in self.ownership.own
             if id(piece.param) in present and optimizer.state.get(piece.tensor)
+=======
+            piece.name: [piece.start, piece.stop, state]
+            for piece in self._present()
+            if (state := piece.state_of(optimizer.state))
+>>>>>>> 5cb779e (shard= with master=True, and a step that torch.distributed.checkpoint asks for is none of training)
         }
         if parts and not self._has_told:
             self._has_told = True
@@ -252,6 +305,28 @@ class DividedState:
         """Returns the entries of the optimizer's state whose keys are not parameters."""
         return {key: value for key, value in self._optimizer.state.items() if not isinstance(key, Tensor)}
 
+    def complete_pattern(self) -> None:
+        """Has the state that the optimizer's first step has made, on each rank alone, be as that of later steps."""
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        for param in params if self._shard.master else ():
+            if param.requires_grad and master_dtype(param.dtype) != param.dtype:
+                state = self._optimizer.state[param]
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.dtype == param.dtype:
+                        state[key] = value.float()
+                state[MASTER] = param.detach().float()
+
+    def _by_parameter(self) -> dict[Any, Any]:
+        """Returns the state of an optimizer of which this rank has all, with parameters as keys."""
+        states = {key: value for key, value in self._optimizer.state.items() if value}
+        for piece in () if self._has_loaded or self._whole_states() else self.ownership.own:
+            if not piece.is_parameter:
+                state = without_idle_master(piece.param, piece.state_of(states))
+                states.pop(piece.tensor, None)
+                if state:
+                    states[piece.param] = state
+        return states
+
     def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
         """Loads this rank's part of a state, or the state of an optimizer that no ranks share."""
         self._whole = None
@@ -259,6 +334,13 @@ class DividedState:
         if not own:
             check_whole(self._optimizer, state, slices=self._shard.slices)
             self._optimizer.load_state_dict(state)
+            if self._shard.master:
+                # PyTorch's method has made the parameters' dtype of it.
+                params = [param for group in self._optimizer.param_groups for param in group["params"]]
+                numbers = [number for group in state["param_groups"] for number in group["params"]]
+                for number, param in zip(numbers, params, strict=True):
+                    if number in state["state"]:
+                        self._optimizer.state[param] = self._there(param, dict(state["state"][number]))
             self._has_loaded = True
             return
         plan, ownership, parts = self._averages.step.plan, self.ownership, own["parts"].items()
@@ -266,7 +348,7 @@ class DividedState:
         present = self._present()
         piece_of = {(each.name, each.start, each.stop): each for each in ownership.own if id(each.param) in present}
         if ownership.sharers != sharers or not keys <= piece_of.keys():
-            ownership = Ownership(plan.layout.buckets, sharers)
+            ownership = self._owned(plan)
             piece_of = {(piece.name, piece.start, piece.stop): piece for piece in ownership.own}
         fits = (own["scope"], own["rank"], own["size"]) == (self._shard.scope, sharers.rank, sharers.size)
         if not fits or not keys <= piece_of.keys():
@@ -280,7 +362,7 @@ class DividedState:
         self.ownership, self._has_loaded = ownership, False
         for name, (start, stop, part) in parts:
             piece = piece_of[name, start, stop]
-            self._optimizer.state[piece.tensor] = self._there(piece.param, copy.deepcopy(part))
+            self._optimizer.state[piece.tensor] = piece.take_over(self._there(piece.param, copy.deepcopy(part)))
 
     def consolidate(self, *, keeps: bool) -> None:
         """Makes the next `state_dict` that of all ranks, where ``keeps``. Every rank must call it; it waits for all."""
@@ -292,12 +374,23 @@ class DividedState:
         for number, (bucket, pieces) in enumerate(zip(self.ownership.buckets, self.ownership.pieces, strict=True)):
             what = f"consolidating the state of bucket {number} ({self._name})"
             own = pieces[self.ownership.sharers.rank]
+<<<<<<< HEAD
             param_of = {state.name: state.param for state in bucket.states}
             try:
                 parts = gather_states(own, self._optimizer.state, self.sharing, what, keeps=keeps)
                 whole.update({param_of[name]: joined(name, param_of[name], of_all) for name, of_all in parts.items()})
             except Exception as error:  # noqa: BLE001 - one of this host, or of what keeps the state: others wait
                 failure = failure or error
+=======
+            parts = gather_states(own, self._optimizer.state, self.sharing, what, keeps=keeps)
+            param_of = {each.name: each.param for each in bucket.states}
+            try:
+                for name, of_all in parts.items():
+                    if state := joined(name, param_of[name], of_all):
+                        whole[param_of[name]] = state
+            except GradientError as error:
+                failure = error
+>>>>>>> 5cb779e (shard= with master=True, and a step that torch.distributed.checkpoint asks for is none of training)
         raise_together(self.all, failure, f"consolidating the state of {self._name}")
         self._whole = whole if keeps else None
 

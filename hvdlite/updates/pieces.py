@@ -8,6 +8,9 @@
 A *piece* is a flat `torch.nn.Parameter` in the memory of the model's, or the parameter itself if it is whole. The
 optimizer's state has pieces as keys. A piece's state has, of each tensor in the shape of its parameter, the elements of
 the piece, in one dimension; and all else, such as a count of steps, as it is.
+
+With ``master=True`` the optimizer updates a copy in float32 of each piece of half precision, its *master*
+(`MasterPiece`). A checkpoint has it in the parameter's state.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 
 from ..buckets.bucket import Bucket
 from ..buckets.plan import ParamSpec, is_dense
+from ..buckets.shares import master_dtype
 from ..comm.flat_bytes import as_bytes, plain
 from ..comm.group import Group
 from ..errors import GradientError
@@ -31,6 +35,9 @@ from ..ops.failures import raise_together
 from ..ops.sent_tensors import SentTensors, resolver, room_for
 from ..ops.typed_values import ValueDecoder, ValueEncoder
 from ..outside_graphs import keep_outside_graphs
+
+MASTER = "master"
+"""The key of masters in states."""
 
 
 class ParameterPiece:
@@ -48,8 +55,11 @@ class ParameterPiece:
         self.stop = stop
         self.place = place
         self._point()
-        self.tensor = param if self.is_whole else nn.Parameter(self.values, requires_grad=param.requires_grad)
-        """What the optimizer updates: the parameter itself if it is whole, or a flat one in its memory."""
+        self.tensor = self._new_tensor()
+        """What the optimizer updates, and the key of its state."""
+
+    def _new_tensor(self) -> Tensor:
+        return self.param if self.is_whole else nn.Parameter(self.values, requires_grad=self.param.requires_grad)
 
     def _point(self) -> None:
         param, spec = self.param, self._spec
@@ -77,8 +87,29 @@ class ParameterPiece:
     def use(self, tensor: Tensor) -> None:
         """Has the optimizer update this tensor, the key of the state of such a piece."""
         self.tensor = tensor
-        if tensor is not self.param:
+        if not self.is_parameter:
             tensor.data = self.values
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether the optimizer updates the parameter itself."""
+        return self.tensor is self.param
+
+    def take_average(self, flat: Tensor) -> None:
+        """Sets the gradient of what the optimizer updates, if there is one, from the bucket's averages."""
+        if not self.is_whole:
+            self.tensor.grad = None if self.param.grad is None else self.of(flat)
+
+    def write(self) -> None:
+        """Writes what the optimizer has updated into the parameter's memory. It is there already."""
+
+    def state_of(self, states: Mapping[Tensor, Any]) -> dict[str, Any]:
+        """Returns all that a checkpoint has of this piece; ``states`` are the optimizer's."""
+        return dict(states.get(self.tensor) or {})
+
+    def take_over(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns the optimizer's state of what `state_of` has returned, and takes over the rest."""
+        return {key: value for key, value in state.items() if key != MASTER}
 
     @property
     def name(self) -> str:
@@ -94,6 +125,47 @@ class ParameterPiece:
         return self.stop - self.start == self.param.numel()
 
 
+class MasterPiece(ParameterPiece):
+    """A piece of a parameter of half precision, of which the optimizer updates a copy in float32, its master."""
+
+    __slots__ = ()
+
+    def _new_tensor(self) -> Tensor:
+        copied = (self.param.detach() if self.is_whole else self.values).to(master_dtype(self.param.dtype))
+        return nn.Parameter(copied, requires_grad=self.param.requires_grad)
+
+    def use(self, tensor: Tensor) -> None:
+        """Has the optimizer update this master."""
+        self.tensor = tensor
+
+    @torch.no_grad()
+    def take_average(self, flat: Tensor) -> None:
+        """Sets the master's gradient, if there is one, from the bucket's averages.
+
+        Where the program has written the parameter since the last step, as it does to load a model, the master follows.
+        """
+        master = flat_of_dense(self.tensor)
+        master.copy_(torch.where(master.to(self.values.dtype) == self.values, master, self.values.float()))
+        grad = self.param.grad
+        self.tensor.grad = None if grad is None else (grad if self.is_whole else self.of(flat)).float()
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Writes the master, rounded, into the parameter's memory."""
+        self.values.copy_(flat_of_dense(self.tensor))
+
+    def state_of(self, states: Mapping[Tensor, Any]) -> dict[str, Any]:
+        """Returns the optimizer's state and the master."""
+        return {**super().state_of(states), MASTER: self.tensor.detach()}
+
+    @torch.no_grad()
+    def take_over(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns the optimizer's state, and takes over the master, if there is one."""
+        if MASTER in state:
+            self.tensor.copy_(state[MASTER])
+        return super().take_over(state)
+
+
 def _order(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
     """Returns the strides that decide where elements are."""
     return [step for step, length in zip(stride, shape, strict=True) if length > 1]
@@ -104,8 +176,9 @@ def flat_of_dense(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def pieces_of(bucket: Bucket, rank: int) -> list[ParameterPiece]:
-    """Returns the pieces that a rank updates of a bucket."""
+def pieces_of(bucket: Bucket, rank: int, *, masters: bool) -> list[ParameterPiece]:
+    """Returns the pieces that a rank updates of a bucket; ``masters``: those of half precision have masters here."""
+    make = MasterPiece if masters and master_dtype(bucket.plan.dtype) != bucket.plan.dtype else ParameterPiece
     first, last = bucket.plan.bounds[rank : rank + 2]
     found = []
     for state in bucket.states:
@@ -113,7 +186,7 @@ def pieces_of(bucket: Bucket, rank: int) -> list[ParameterPiece]:
         # One without elements has a state too.
         start, stop = (max(at, first), min(end, last)) if at < end else (at, at)
         if start < stop or (at == end and rank == 0):
-            found.append(ParameterPiece(state.piece.spec, state.param, start - at, stop - at, start))
+            found.append(make(state.piece.spec, state.param, start - at, stop - at, start))
     return found
 
 
@@ -128,7 +201,9 @@ def slice_state(piece: ParameterPiece, state: Mapping[str, Any], optimizer: str)
             like_param = value
             if value.stride() != piece.param.stride():
                 like_param = torch.empty_like(piece.param, dtype=value.dtype, device=value.device).copy_(value)
-            sliced[key] = flat_of_dense(like_param)[piece.start : piece.stop].clone()
+            sliced[key] = (
+                like_param.clone() if piece.is_whole else flat_of_dense(like_param)[piece.start : piece.stop].clone()
+            )
         elif isinstance(value, Tensor) and value.numel() != 1:
             raise GradientError(
                 f"{optimizer}: the state {key!r} of parameter {piece.name!r} has shape {tuple(value.shape)}, and the "
@@ -148,7 +223,7 @@ def check_whole(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, s
         return
     for group in state["param_groups"]:
         having = [(number, state["state"][number]) for number in group["params"] if state["state"].get(number)]
-        keys = {key for _, each in having for key in each}
+        keys = {key for _, each in having for key in each} - {MASTER}
         for number, each in having:
             if missing := sorted(map(str, keys - set(each))):
                 raise ValueError(
@@ -187,9 +262,9 @@ def gather_states(
     own = []
     try:
         for piece in pieces:
-            if states.get(piece.tensor):
-                state = encoder.encode(dict(states[piece.tensor]), f"state of {piece.name!r}")
-                own.append([piece.name, piece.start, piece.stop, state])
+            if state := piece.state_of(states):
+                encoded = encoder.encode(state, f"state of {piece.name!r}")
+                own.append([piece.name, piece.start, piece.stop, encoded])
     except Exception as error:  # noqa: BLE001 - whatever the methods of an object raise; the other ranks wait
         failure = error
     raise_together(group, failure, what)
@@ -221,7 +296,7 @@ def joined(name: str, param: Tensor, parts: Sequence[Part]) -> dict[str, Any]:
     if sum(stop - start for start, stop, _ in parts) != numel:
         raise GradientError(f"some ranks have no state of their part of parameter {name!r}, and others have")
     if len(parts) == 1:
-        return parts[0][2]
+        return without_idle_master(param, parts[0][2])
     whole: dict[str, Any] = {}
     for key, first in parts[0][2].items():
         values: list[Any] = [state.get(key) for _, _, state in parts]
@@ -239,7 +314,17 @@ def joined(name: str, param: Tensor, parts: Sequence[Part]) -> dict[str, Any]:
                     f"{', '.join(map(str, values))}; they must take the same steps"
                 )
             whole[key] = first
-    return whole
+    return without_idle_master(param, whole)
+
+
+def without_idle_master(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a whole state; an empty one if it has a master alone, of a parameter that was not updated.
+
+    Without masters an optimizer would take that for a state, and miss the rest of it.
+    """
+    if state.keys() == {MASTER} and torch.equal(state[MASTER].to(param.dtype).to(state[MASTER].dtype), state[MASTER]):
+        return {}
+    return state
 
 
 def _equal(first: Any, second: Any) -> bool:

@@ -19,6 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..buckets.shares import master_dtype
 from ..comm.flat_bytes import mark_written
 from ..outside_graphs import keep_outside_graphs
 from ..steps.gradient_plan import MOST_GATHERS
@@ -51,7 +52,7 @@ class ShardedUpdate:
         """Gives the pieces of ``params`` their averages, clipped, if they are to be clipped. It waits for all ranks."""
         self._states.follow()
         ownership = self._states.ownership
-        if ownership.sharers.size == 1:
+        if ownership.is_trivial:
             if self._clipper is not None:
                 self._clipper.clip(params)
             return
@@ -63,8 +64,7 @@ class ShardedUpdate:
         having = []
         for bucket, pieces in zip(ownership.buckets, ownership.pieces, strict=True):
             for piece in pieces[ownership.sharers.rank]:
-                if not piece.is_whole:
-                    piece.tensor.grad = None if piece.param.grad is None else piece.of(bucket.memory.gradients)
+                piece.take_average(bucket.memory.gradients)
                 if piece.tensor.grad is not None and id(piece.param) in present:
                     having.append(piece.tensor)
         if self._clipper is not None:
@@ -78,7 +78,7 @@ class ShardedUpdate:
                 loss = closure()
             self.step()
             return loss
-        if self._states.ownership.sharers.size == 1:
+        if self._states.ownership.is_trivial:
             return self._optimizer.step()
         tensor_of = {id(piece.param): piece.tensor for piece in self._states.ownership.own}
         groups = self._optimizer.param_groups
@@ -87,6 +87,7 @@ class ShardedUpdate:
             own_loss = self._optimizer.step()
         for piece in self._states.ownership.own:
             piece.tensor.grad = None
+            piece.write()
         self._gather_parameters()
         # Of other ranks' parts they are not averages.
         self._averages.step.plan.drop_gradients()
@@ -110,7 +111,7 @@ class ShardedUpdate:
         squares = torch.tensor([clipper.squares_of(tensors)], dtype=torch.float64, device="cpu")
         self._states.sharing.all_reduce(squares, f"the norm of the gradients ({self._averages.name})").wait()
         plans = [bucket.plan for bucket in self._states.ownership.buckets]
-        dtypes = {plan.dtype.to_real() for plan in plans}
+        dtypes = {(master_dtype(plan.dtype) if self._states.has_masters else plan.dtype).to_real() for plan in plans}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         clipper.clip_parts(tensors, squares.sqrt()[0].to(plans[0].device if plans else "cpu", dtype))
 
@@ -118,6 +119,9 @@ class ShardedUpdate:
     def _gather_parameters(self) -> None:
         """Gives all ranks the parameters. Waits for them."""
         group, ownership = self._states.sharing, self._states.ownership
+        if group.size == 1:
+            mark_written([piece.param for piece in ownership.own])
+            return
         waits, written = deque[Callable[[], None]](), list[Tensor]()
         for number, (bucket, pieces) in enumerate(zip(ownership.buckets, ownership.pieces, strict=True)):
             if not self._used[number]:

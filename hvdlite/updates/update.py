@@ -44,6 +44,9 @@ class WholeUpdate:
     def state_dict(self, *, whole_for: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
         return self._optimizer.state_dict(), {}
 
+    def complete_pattern(self) -> None:
+        """Does nothing: the optimizer's first step has made all that is in its state."""
+
     def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
         """Loads the optimizer's state. Raises ValueError for one rank's part of a state."""
         if own:
