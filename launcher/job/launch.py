@@ -34,6 +34,7 @@ from ..screen.json_log import JsonLog, LogEvents
 from ..screen.output_files import OutputFiles
 from ..status.console import Console
 from ..status.first_minute import FirstMinute, LateStart
+from ..status.history import History
 from ..status.job_facts import JobFacts
 from ..status.live_view import EACH_S as WATCH_EACH_S
 from ..status.live_view import LiveView, Watch, make_view
@@ -41,11 +42,12 @@ from ..status.metrics import METRICS_EACH_S, Metrics
 from ..status.progress import JobProgress
 from ..status.reports import Reports
 from ..status.summary import summary_data
+from ..status.summary_page import PAGE, summary_page
 from ..store.server import Store
 from ..system import process_tree
 from ..system.signals import signals_as_bytes
 from ..system.terminal_text import say
-from ..system.whole_files import require_directory, require_writable, write_json
+from ..system.whole_files import require_directory, require_writable, write_json, write_text
 from ..wire.messages import (
     Event,
     HostsFound,
@@ -176,9 +178,13 @@ class _Views:
         if job.log_json is not None:
             self.observers.append(LogEvents(ending.roster, screen.record))
         is_asked = job.metrics_file is not None or job.summary_file is not None
-        each_s = WATCH_EACH_S if job.watch else METRICS_EACH_S if is_asked else None
+        has_page = job.summary_file is not None and job.summary_file.endswith(PAGE)
+        each_s = WATCH_EACH_S if job.watch or has_page else METRICS_EACH_S if is_asked else None
         progress = JobProgress(ending, agents.ask_status, each_s=each_s)
         facts = self._facts = JobFacts(ending, progress, running.table)
+        self._history = History(facts) if has_page else None
+        if self._history is not None:
+            progress.show_with(self._history.note)
         watch = Watch(facts, job.command)
         self.observers += [progress, facts, watch]
         if view is not None:
@@ -196,7 +202,11 @@ class _Views:
             self._metrics.write(is_up=False, exit_code=outcome.exit_code)
         if self._job.summary_file is not None:
             data = summary_data(self._facts, outcome, self._job.command, self._job.attempt)
-            write_json("--summary", self._job.summary_file, data, self._screen.say)
+            if self._history is None:
+                write_json("--summary", self._job.summary_file, data, self._screen.say)
+            else:
+                page = summary_page(data, self._history.moments)
+                write_text("--summary", self._job.summary_file, page, self._screen.say)
 
 
 def _start_static(

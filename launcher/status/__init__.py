@@ -1,6 +1,6 @@
 """What a job and its ranks are doing: for the live view, metrics, the summary, and reports on a job that stands still.
 
-    agents ──► progress ──► job_facts ──► metrics, summary, job_view ──► live_view
+    agents ──► progress ──► job_facts ──► metrics, summary, job_view ──► live_view, history ──► summary_page
     hvdlite-run --report, SIGQUIT, Stalled ──► Reports ── AskStatus ──► agents
                                                  ◄── StatusTold about each worker
     RankStatus of each rank ──► find_cause ──► report_text ──► screen, --report-dir, who has asked
@@ -12,5 +12,5 @@ its client.
 Modules import only what stands before them:
 
     rank_status < causes < report_text < reports < progress < first_minute < job_facts < job_view < live_view
-        < metrics < summary < console
+        < metrics < summary < history < summary_page < console
 """

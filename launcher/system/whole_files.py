@@ -55,7 +55,12 @@ class ReplacedFile:
 
 def write_json(flag: str, path: str, data: object, say: Callable[[str], object]) -> None:
     """Writes a file that a flag asks for, or tells the user that it cannot be written."""
-    ReplacedFile(f"{flag} {path}", path, say).write(json.dumps(data, indent=1) + "\n")
+    write_text(flag, path, json.dumps(data, indent=1) + "\n", say)
+
+
+def write_text(flag: str, path: str, text: str, say: Callable[[str], object]) -> None:
+    """Does what `write_json` does with a text."""
+    ReplacedFile(f"{flag} {path}", path, say).write(text)
 
 
 def require_writable(flag: str, path: str) -> None:
