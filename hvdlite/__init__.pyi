@@ -1,5 +1,6 @@
 """The public names of hvdlite, and where each is from: `__init__` reads this file and ``shared_names.pyi``."""
 
+from .balanced_batches import BalancedBatchSampler as BalancedBatchSampler
 from .buckets.exchange import (
     Exchange as Exchange,
     ExchangeWork as ExchangeWork,
@@ -20,6 +21,7 @@ from .errors import (
     NotInitializedError as NotInitializedError,
     PeerLostError as PeerLostError,
 )
+from .log_to import JobLog as JobLog, log_to as log_to
 from .optim.checkpoint import load_checkpoint as load_checkpoint, save_checkpoint as save_checkpoint
 from .runtime.straggler_functions import RankPace as RankPace, stragglers as stragglers
 from .runtime.world import init as init, is_homogeneous as is_homogeneous

@@ -90,6 +90,12 @@ def _steps(text: str) -> bool | int:
     return int(text) or False
 
 
+def _rank(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise ValueError("not a rank, such as 2")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     seconds = _decimal(text)
     if not seconds > 0:
@@ -115,7 +121,7 @@ def _decimal(text: str) -> float:
     """Parses a number of seconds; nan if it is none. float() alone would accept non-ASCII digits, and 1_0."""
     number = float(text) if _DECIMAL.fullmatch(text) else math.nan
     if number > LONGEST_S:
-        raise ValueError(f"too many seconds: set {LONGEST_S:g} at most")
+        raise ValueError(f"too many seconds: set {LONGEST_S:.0f} at most")
     return number
 
 
@@ -136,6 +142,7 @@ LEVEL = Format("`trace` to `fatal`", _level)
 FILE = Format("a file")
 TIMELINE = Format(f"a file, a directory, or `{DYNAMIC}`")
 NUMBER = Format("a number")
+RANK = Format("a rank", _rank)
 
 
 class Given(NamedTuple):
@@ -195,10 +202,10 @@ def _own(value: object, name: str, format: Format, default: str, meaning: str) -
 class Environment:
     """The values of the user's variables. `hvd.init` reads them once, and the world keeps them.
 
-    None means "not set" for ``fusion_threshold_bytes`` and ``log_level``, "never" for ``stall_shutdown_s`` and
-    ``straggler_warning`` (a part of a step), and "chosen at start" for ``hierarchical``. ``check_parameters`` has the
-    meaning that it has in `hvd.init`. ``remarks`` are warnings for the user about variables that are set but have no
-    effect.
+    None means "not set" for ``fusion_threshold_bytes``, ``log_level`` and ``debug_rank``, "never" for
+    ``stall_shutdown_s`` and ``straggler_warning`` (a part of a step), and "chosen at start" for ``hierarchical``.
+    ``check_parameters`` has the meaning that it has in `hvd.init`. ``remarks`` are warnings for the user about
+    variables that are set but have no effect.
     """
 
     fusion_threshold_bytes: int | None = _shared(
@@ -280,6 +287,14 @@ class Environment:
         "0",
         "1: in an elastic job the other ranks finish the step in which one is lost, as `hvdlite-run --survive` has it",
     )
+    debug_rank: int | None = _own(
+        None,
+        "DEBUG_RANK",
+        RANK,
+        "–",
+        "this rank waits in `hvd.init` until a debugger is connected, and the others wait for it without limit, as "
+        "with `hvdlite-run --debug-rank`",
+    )
     independent: bool = _own(
         False,
         "INDEPENDENT",
@@ -350,8 +365,16 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
     """Reads and parses the variables. Raises a ValueError that names a wrong one and what is allowed."""
     given = {name: variable.given_in(environ) for name, variable in READ_BY_INIT.items()}
     values: dict[str, Any] = {name: READ_BY_INIT[name].read(each) for name, each in given.items() if each.text}
-    read = _settle_autotune(_settle_stall_times(Environment(**values), given), given)
+    read = _settle_autotune(_settle_stall_times(_settle_debugging(Environment(**values), given), given), given)
     return replace(read, remarks=(*read.remarks, *remarks_of_ignored(environ, KNOWN)))
+
+
+def _settle_debugging(read: Environment, given: Mapping[str, Given]) -> Environment:
+    """Has ranks wait for one that is debugged, without reports, for as long as may be."""
+    if read.debug_rank is None:
+        return read
+    timeout_s = read.timeout_s if given["timeout_s"].text else LONGEST_S
+    return replace(read, stall_check=False, timeout_s=timeout_s)
 
 
 def _settle_stall_times(read: Environment, given: Mapping[str, Given]) -> Environment:

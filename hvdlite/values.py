@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LONGEST_S = 1e9
-"""The longest timeout that is accepted; clocks and locks can still count it."""
+LONGEST_S = 2e6
+"""The longest timeout that is accepted, 23 days: `select.poll` can still count its milliseconds."""
 
 MOST = 2**31 - 1
 """The highest rank, number of steps, or other count that is accepted."""
@@ -73,7 +73,7 @@ def seconds(value: object, argument: str) -> float:
     if number is None or not number > 0:
         raise ValueError(f"{argument}={shown(value)} is not a positive number of seconds, such as 60")
     if number > LONGEST_S:
-        raise ValueError(f"{argument}={shown(value)} is too many seconds: pass {LONGEST_S:g} at most")
+        raise ValueError(f"{argument}={shown(value)} is too many seconds: pass {LONGEST_S:.0f} at most")
     return number
 
 

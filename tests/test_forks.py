@@ -238,9 +238,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 ALLOWED = {
     *("Adasum", "Average", "Max", "Min", "Product", "ReduceOp", "Sum"),
     *("Codec", "Compression", "Compressor", "DiLoCo", "Exchange", "ExchangeWork", "Gradients", "Handle", "Links"),
-    *("LocalSGD", "ProcessSet", "RankPace", "global_process_set", "elastic"),
+    *("BalancedBatchSampler", "JobLog", "LocalSGD", "ProcessSet", "RankPace", "global_process_set", "elastic"),
     *(name for name in hvd.__all__ if name.endswith(("Error", "_built", "_enabled", "_supported", "rank", "size"))),
-    *("init", "is_homogeneous", "is_initialized", "shutdown", "stragglers", "save_on_signal"),
+    *("init", "is_homogeneous", "is_initialized", "shutdown", "stragglers", "save_on_signal", "log_to"),
     "run",  # starts a job of its own
     *("poll", "synchronize", "remove_process_set"),  # see the tests below
 }

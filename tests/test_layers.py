@@ -95,6 +95,8 @@ def test_the_library_imports_torch_hvdlite_wire_and_the_standard_library_alone()
         "ops.broadcast": {"cloudpickle"},
         "compression.cupy_program": {"cupy"},
         "bench.ranks": {"psutil"},
+        "debugger": {"debugpy"},
+        "log_to": {"psutil"},
     }
     for module, tree in library().items():
         allowed = {"torch", "hvdlite_wire", *exceptions.get(module, ())}

@@ -29,6 +29,7 @@ from hvdlite_wire.worker_status import OwnStatus, Pace, Wait
 
 from .. import forks
 from ..comm import deferred_close
+from ..debugger import wait_for_debugger
 from ..environment import READ_BY_INIT, CheckParameters, Environment, read_environment
 from ..errors import (
     CommunicationError,
@@ -130,6 +131,11 @@ def init(
             # hvdlite-run warns by itself, of all ranks.
             warns = not (os.environ.get(JOB_DIR) or world.environment.independent)
             _exchanged.begin(world.topology.rank, world.topology.size, is_adopted=is_adopted, warns=warns)
+        if (debugged := world.environment.debug_rank) is not None:
+            if debugged >= world.topology.size:
+                raise ValueError(f"HVDLITE_DEBUG_RANK={debugged}: there are only {world.topology.size} ranks")
+            if debugged == world.topology.rank:
+                wait_for_debugger(debugged)
     finally:
         # At the end, because PyTorch installs its own hook when the ranks connect.
         if not _is_debugged():
@@ -214,7 +220,7 @@ def _start_hang_reporter(warn_after_s: float | None) -> None:
                 job_dir,
                 int(worker),
                 StoreClient.from_url(store),
-                describe=_describe,
+                describe=own_status,
                 waited_s=_waited_s,
                 warn_after_s=warn_after_s,
             )
@@ -226,7 +232,7 @@ def _start_hang_reporter(warn_after_s: float | None) -> None:
         reporter.forget_note()
 
 
-def _describe(in_full: bool) -> OwnStatus:
+def own_status(in_full: bool) -> OwnStatus:
     """Returns what this rank knows of itself. Called on the reporter's thread, once a second under --watch."""
     world = None if _world is None or _world.stands_by else _world
     steps = Counter(_process.steps)

@@ -68,14 +68,7 @@ class Ownership:
     ) -> None:
         self.buckets = list(buckets)
         self.sharers = RankAndSize() if sharers is None else sharers
-<<<<<<< HEAD
         """This rank among those that share the work, and how many there are."""
-        self.pieces = [[pieces_of(bucket, rank) for rank in range(self.sharers.size)] for bucket in buckets]
-        """By bucket and rank."""
-        self.own = [piece for of_ranks in self.pieces for piece in of_ranks[self.sharers.rank]]
-        """This rank's pieces of all buckets."""
-=======
-        """Of which rank `own` are, of how many."""
         self.pieces = [
             [
                 pieces_of(bucket, rank, masters=masters and rank == self.sharers.rank)
@@ -83,12 +76,11 @@ class Ownership:
             ]
             for bucket in buckets
         ]
-        """For each bucket a list for each rank."""
+        """By bucket and rank."""
         self.own = [piece for of_ranks in self.pieces for piece in of_ranks[self.sharers.rank]]
-        """This rank's."""
+        """This rank's pieces of all buckets."""
         self.is_trivial = self.sharers.size == 1 and all(piece.is_parameter for piece in self.own)
         """Whether the optimizer updates all parameters themselves, as without ``shard``."""
->>>>>>> 5cb779e (shard= with master=True, and a step that torch.distributed.checkpoint asks for is none of training)
 
     def owners(self) -> dict[int, list[tuple[int, int, int]]]:
         """Returns which ranks have which elements of a parameter, by its `id`."""
@@ -127,21 +119,14 @@ class DividedState:
     def _name(self) -> str:
         return self._averages.name
 
-<<<<<<< HEAD
-    def _present(self) -> set[int]:
-        """Returns the `id` of each parameter that is in the groups. Buckets follow these only in the next step."""
-        return {id(param) for group in self._optimizer.param_groups for param in group["params"]}
-=======
     @property
     def has_masters(self) -> bool:
         """Whether parameters of half precision are updated in float32."""
         return self._shard.master
 
-    def _present(self) -> list[ParameterPiece]:
-        """Returns this rank's pieces of parameters that are still there. New buckets are divided in the next step."""
-        ids = {id(state.param) for state in self._averages.step.plan.layout.states.values()}
-        return [piece for piece in self.ownership.own if id(piece.param) in ids]
->>>>>>> 5cb779e (shard= with master=True, and a step that torch.distributed.checkpoint asks for is none of training)
+    def _present(self) -> set[int]:
+        """Returns the `id` of each parameter that is in the groups. Buckets follow these only in the next step."""
+        return {id(param) for group in self._optimizer.param_groups for param in group["params"]}
 
     # -- in the world and the buckets that there are now
 
@@ -279,15 +264,9 @@ class DividedState:
                 f"state of {self._name}: call optimizer.consolidate_state_dict(to=None) on all ranks before"
             )
         parts = {
-<<<<<<< HEAD
-            piece.name: [piece.start, piece.stop, dict(optimizer.state[piece.tensor])]
-            for piece in self.ownership.own
-            if id(piece.param) in present and optimizer.state.get(piece.tensor)
-=======
             piece.name: [piece.start, piece.stop, state]
-            for piece in self._present()
-            if (state := piece.state_of(optimizer.state))
->>>>>>> 5cb779e (shard= with master=True, and a step that torch.distributed.checkpoint asks for is none of training)
+            for piece in self.ownership.own
+            if id(piece.param) in present and (state := piece.state_of(optimizer.state))
         }
         if parts and not self._has_told:
             self._has_told = True
@@ -374,23 +353,14 @@ class DividedState:
         for number, (bucket, pieces) in enumerate(zip(self.ownership.buckets, self.ownership.pieces, strict=True)):
             what = f"consolidating the state of bucket {number} ({self._name})"
             own = pieces[self.ownership.sharers.rank]
-<<<<<<< HEAD
-            param_of = {state.name: state.param for state in bucket.states}
-            try:
-                parts = gather_states(own, self._optimizer.state, self.sharing, what, keeps=keeps)
-                whole.update({param_of[name]: joined(name, param_of[name], of_all) for name, of_all in parts.items()})
-            except Exception as error:  # noqa: BLE001 - one of this host, or of what keeps the state: others wait
-                failure = failure or error
-=======
-            parts = gather_states(own, self._optimizer.state, self.sharing, what, keeps=keeps)
             param_of = {each.name: each.param for each in bucket.states}
             try:
+                parts = gather_states(own, self._optimizer.state, self.sharing, what, keeps=keeps)
                 for name, of_all in parts.items():
                     if state := joined(name, param_of[name], of_all):
                         whole[param_of[name]] = state
-            except GradientError as error:
-                failure = error
->>>>>>> 5cb779e (shard= with master=True, and a step that torch.distributed.checkpoint asks for is none of training)
+            except Exception as error:  # noqa: BLE001 - one of this host, or of what keeps the state: others wait
+                failure = failure or error
         raise_together(self.all, failure, f"consolidating the state of {self._name}")
         self._whole = whole if keeps else None
 

@@ -43,7 +43,8 @@ ended, the end of its stderr is shown again, and hvdlite-run exits with its exit
                         each 10 s and at the end, write the job's numbers to FILE, for Prometheus' node_exporter:
                         workers, faults, generation, and steps, memory, processor time and waits of each rank
   --summary FILE        at the end, write to FILE as JSON how the job has ended and why, what to do next, its
-                        generations, losses, and each rank's steps and peak memory
+                        generations, losses, and each rank's steps and peak memory; if FILE ends in .html, as a page
+                        with charts of the whole job
   --log-json FILE       also write each line of the workers' output, and each event of the job, to FILE, as one line
                         of JSON each
   --watch               on a terminal, show the job live below its output: hosts and ranks with their steps, memory,
@@ -67,6 +68,8 @@ ended, the end of its stderr is shown again, and hvdlite-run exits with its exit
   --no-env              do not pass the environment here to workers, except PATH, HOME, LD_LIBRARY_PATH, PYTHONHOME
                         and what -x names
   --horovod             import horovod finds hvdlite, in the workers and in programs that they start
+  --debug-rank RANK     this rank waits in hvd.init() until a debugger is connected to it (debugpy, for VS Code and
+                        others), and the others wait for it, without limit and without warnings
   --independent         the ranks are to train without each other: no warning at the end that they did
   -p, --ssh-port PORT   port of sshd on the hosts, if your ssh config does not set it
   -i, --ssh-identity-file FILE
@@ -151,6 +154,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action="store_true")
         self.add_argument("--horovod", action="store_true")
         self.add_argument("--independent", action="store_true")
+        self.add_argument("--debug-rank", type=flag_values.count, metavar="RANK")
         elastic_flags.add_flags(self)
         horovodrun_flags.add_flags(self)
 

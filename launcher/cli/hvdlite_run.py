@@ -35,7 +35,7 @@ _OF_WORKERS = {
     *elastic_flags.OF_WORKERS,
     *horovodrun_flags.DESTS,
     *("num_proc", "dry_run", "output_filename", "report_dir", "metrics_textfile", "summary", "log_json"),
-    *("watch", "prefix_output_with_timestamp", "show_ranks", "local_ranks_filter", "grace", "independent"),
+    *("watch", "prefix_output_with_timestamp", "show_ranks", "local_ranks_filter", "grace", "independent", "debug_rank"),
 }
 
 _START_TIMEOUT_S = 60.0
@@ -168,6 +168,11 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:
         raise UsageError("--show-ranks and --local-ranks-filter each say whose output is shown: give one of them")
     if options.local_ranks_filter is not None and is_elastic:
         raise UsageError("--local-ranks-filter: ranks change in an elastic job: give --show-ranks in its place")
+    if options.debug_rank is not None and is_elastic:
+        raise UsageError(
+            "--debug-rank: in an elastic job a rank that a debugger holds would be taken for lost: leave out --min-np "
+            "and all other flags of elastic jobs"
+        )
     if options.known_hosts and os.path.basename(options.ssh_program) != "ssh":
         raise UsageError(f"--known-hosts is for ssh, which knows hosts by their keys: {options.ssh_program!r} need not")
     return JobSpec(
@@ -208,6 +213,8 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
     own = {"HVDLITE_VERBOSE": "1"} if options.verbose else {}
     if options.survive:
         own["HVDLITE_SURVIVE"] = "1"
+    if options.debug_rank is not None:
+        own["HVDLITE_DEBUG_RANK"] = str(options.debug_rank)
     if options.independent:
         own["HVDLITE_INDEPENDENT"] = "1"
     return {**own, **horovodrun_flags.variables(options)}

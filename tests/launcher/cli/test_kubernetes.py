@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,7 +46,7 @@ def command_of_train_job(name: str) -> list[str]:
     return job["spec"]["trainer"]["command"]
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted({path.name for path in EXAMPLES.glob("*.yaml")} - {"jobset.yaml"}))
 def test_a_manifests_command_runs_an_example_with_known_flags(name, tmp_path):
     script = tmp_path / "discover_hosts.sh"
     script.write_text("#!/bin/sh\necho digits-worker-0.digits.default.svc\n")
@@ -52,6 +56,38 @@ def test_a_manifests_command_runs_an_example_with_known_flags(name, tmp_path):
     Parser().parse_args(flags)
     assert command[0] == "python"
     assert (EXAMPLES.parent / command[1]).is_file()
+
+
+@pytest.mark.slow
+def test_the_pods_of_a_jobset_train_together_by_their_numbers(tmp_path):
+    manifest = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (workers,) = manifest["spec"]["replicatedJobs"]
+    job = workers["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    env = {each["name"]: each.get("value", "a secret of all pods") for each in container["env"]}
+    # The name of the first pod, as JobSet makes it.
+    assert env["MASTER_ADDR"] == f"{manifest['metadata']['name']}-{workers['name']}-0-0.{manifest['metadata']['name']}"
+    assert job["completionMode"] == "Indexed"
+    assert job["completions"] == job["parallelism"] == int(env["WORLD_SIZE"])
+    with socket.socket() as kept:
+        # Bound until all have ended, so that no other process gets the port; rank 0 can still listen there.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.getsockname()[1]), "OMP_NUM_THREADS": "1"}
+        env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        pods = []
+        for number in range(int(env["WORLD_SIZE"])):
+            own = {**os.environ, **env, "JOB_COMPLETION_INDEX": str(number)}
+            words = [*container["command"][:-1], f"{container['command'][-1]} --epochs 1"]
+            pods.append(
+                subprocess.Popen(
+                    words, env=own, cwd=EXAMPLES.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                )
+            )
+        outs = [pod.communicate(timeout=200)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0] * len(pods), outs
+    assert "after 1 epoch on 4 ranks" in outs[0]
 
 
 @pytest.mark.parametrize(
