@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 from ..errors import UsageError
 from ..plan.chaos_spec import ChaosSpec, parse_chaos, require_goes_on
-from ..plan.elastic_spec import DiscoveryScript, ElasticSpec, OnFailure, Policy, RestartSpec
+from ..plan.elastic_spec import ON_FAILURE, DiscoveryScript, ElasticSpec, Policy, RestartSpec
 from ..plan.hosts import AUTO, Host
 from . import flag_values
 
@@ -59,9 +59,9 @@ Flags of a job whose ranks may change while it runs, and of one that starts anew
                         never gets any again
 """
 
-_OF_RESTART = "restart"
-_ELASTIC_ANSWERS = tuple(each.value for each in OnFailure if each is not OnFailure.STOP)
-_ANSWERS = (*_ELASTIC_ANSWERS, _OF_RESTART, OnFailure.STOP.value)
+_OF_RESTART, _OF_NONE = "restart", "stop"
+_ELASTIC_ANSWERS = tuple(name for name, answer in ON_FAILURE.items() if answer.goes_on)
+_ANSWERS = (*_ELASTIC_ANSWERS, _OF_RESTART, _OF_NONE)
 # The dests of flags without effect in a job that is not elastic, such as max_np of --max-np. min_np is not one of them:
 # a job that is restarted may shrink.
 _OF_ELASTIC = (
@@ -134,7 +134,7 @@ def elastic_of(options: argparse.Namespace, hosts: Collection[Host], timeout_s: 
     """
     policy = _policy(options, timeout_s)
     # Others start few workers later, or none, for which a process that waits would be too much.
-    forks = policy.on_failure is OnFailure.REPLACE and options.no_fork_server is None
+    forks = policy.on_failure.replaces and options.no_fork_server is None
     hang_timeout_s = ElasticSpec.hang_timeout_s if options.hang_timeout is None else float(options.hang_timeout)
     if options.host_discovery_script is None:
         if options.slots_per_host is not None:
@@ -157,9 +157,9 @@ def _chaos(options: argparse.Namespace, policy: Policy, hosts: int | None) -> Ch
     if file is not None and (os.path.isdir(file) or not os.path.isdir(os.path.dirname(os.path.abspath(file)))):
         raise UsageError(f"--chaos-report {file}: no file can be written there: name one in a directory that exists")
     spec = parse_chaos(options.chaos, None if file is None else os.path.abspath(file))
-    if policy.on_failure is OnFailure.STOP:
+    if not policy.on_failure.goes_on:
         raise UsageError("--chaos: with --on-failure stop the first fault ends the job: say replace, or shrink")
-    shrinks = policy.on_failure is not OnFailure.REPLACE
+    shrinks = not policy.on_failure.replaces
     require_goes_on(spec, start=policy.first_np, least=policy.min_np, shrinks=shrinks, hosts=hosts)
     return spec
 
@@ -177,8 +177,8 @@ def slots_here(options: argparse.Namespace) -> int:
 
 def _policy(options: argparse.Namespace, timeout_s: float | None) -> Policy:
     start, least, most = options.num_proc, options.min_np, options.max_np
-    on_failure = OnFailure(options.on_failure or ("blacklist" if options.horovod else "replace"))
-    if least is None and on_failure is OnFailure.SHRINK:
+    on_failure = ON_FAILURE[options.on_failure or ("blacklist" if options.horovod else "replace")]
+    if least is None and not on_failure.refills:
         raise UsageError("--on-failure shrink: with how few workers may the job go on? Say --min-np N")
     if least is None and start is None:
         raise UsageError("how many workers? An elastic job needs --min-np N, with how few it goes on, or -np N")
@@ -193,7 +193,7 @@ def _policy(options: argparse.Namespace, timeout_s: float | None) -> Policy:
         raise UsageError(f"-np {start} is more than --max-np {most}")
     if options.spares and most is None:
         raise UsageError("--spares are workers beyond --max-np: say --max-np N, or each slot gets a rank")
-    if options.spares and on_failure is OnFailure.SHRINK:
+    if options.spares and not on_failure.refills:
         raise UsageError("--spares take the places of others, which --on-failure shrink leaves empty: leave one out")
     return Policy(
         min_np=least,

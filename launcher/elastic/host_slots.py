@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ..plan.elastic_spec import OnFailure, Policy
+from ..plan.elastic_spec import Policy
 
 _MOST_DOUBLINGS = 30  # of a cooldown, whose length is a float
 _MOST_DOUBLINGS_OF_REST = 2
@@ -59,9 +59,8 @@ class HostSlots:
         self._cooldown_s = policy.cooldown_s
         self._jitter = jitter
         # How many workers may fail in a slot within the window before it stays empty.
-        shrinks = policy.on_failure is OnFailure.SHRINK
-        self._max_failures = 0 if shrinks else policy.max_restarts
-        self._window_s = math.inf if shrinks else policy.restart_window_s
+        self._max_failures = policy.max_restarts if policy.on_failure.refills else 0
+        self._window_s = policy.restart_window_s if policy.on_failure.refills else math.inf
         self._hosts: dict[str, _Host] = {}
         self._now_s = -math.inf
 

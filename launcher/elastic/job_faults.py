@@ -18,7 +18,6 @@ from hvdlite_wire.fault_points import ASKS, answer_key, worker_form
 
 from ..agents.agent_group import Agents
 from ..plan.chaos_spec import OF_A_HOST, ChaosFault, ChaosSpec
-from ..plan.elastic_spec import OnFailure
 from ..store.server import Store
 from ..system.signals import signal_name
 from ..system.table import table
@@ -170,7 +169,7 @@ class JobFaults(Observer):
         if len(left) >= policy.min_np:
             return True
         # If --min-np equals -np, one fault at a time: the job waits for each replacement.
-        is_whole = len(members) >= policy.first_np and policy.on_failure is OnFailure.REPLACE
+        is_whole = len(members) >= policy.first_np and policy.on_failure.replaces
         return bool(left) and is_whole and policy.first_np == policy.min_np
 
     def _members(self) -> list[Member]:

@@ -20,7 +20,7 @@ from enum import Enum, auto
 
 from hvdlite_wire.assignments import NewWorkerPolicy
 
-from ..plan.elastic_spec import OnFailure, Policy
+from ..plan.elastic_spec import Policy, Responses
 from .elastic_workers import ElasticGeneration, ElasticWorkers, PlacedWorker
 from .host_slots import HostSlots, Place
 
@@ -193,8 +193,11 @@ class Membership:
             if self._workers.is_member(each):
                 self._causes.append(why)
         self._slots.count_failure(host)
-        ends = lost and self.policy.on_failure is OnFailure.STOP
-        return [*(self._end(why) if ends else self._bar(host, now_s)), *self._go_on(now_s)]
+        responses = Responses[Action](
+            end_job=lambda: self._end(why), bar_host=lambda: self._bar(host, now_s), tell_of_empty_slot=lambda: ()
+        )
+        actions = self.policy.on_failure.after_lost_host(responses) if lost else responses.bar_host()
+        return [*actions, *self._go_on(now_s)]
 
     def barred_until_s(self, host: str) -> float:
         """Returns when a host's cooldown is over; infinite if it never is."""
@@ -299,11 +302,9 @@ class Membership:
             return
         if self.current is not None and not members:
             barred = ", ".join(self._slots.barred())
-            if self.policy.on_failure is OnFailure.BLACKLIST and barred and not self._slots.usable():
-                yield Say(
-                    f"no host is left: after a failure these get no more workers (--on-failure blacklist): {barred}. "
-                    "Where that is one host, --on-failure replace starts a new worker on it"
-                )
+            words = self.policy.on_failure.words_without_hosts(barred)
+            if words is not None and barred and not self._slots.usable():
+                yield Say(words)
             if self._causes and (idle := self._workers.started()):
                 yield Say(
                     f"no rank is left that has the state of the training, with which {_names(idle)} could go on: start "
@@ -483,14 +484,14 @@ class Membership:
         """Applies the policy after a worker has failed; ``why`` is the reason if the job ends."""
         place = worker.place
         self._slots.count_failed_worker(place, now_s, was_rank=worker.since is not None)
-        match self.policy.on_failure:
-            case OnFailure.REPLACE:
-                yield from self._tell_of_empty_slot(place, now_s)
-            # The host of a worker that fails when others are done is not needed any more.
-            case OnFailure.BLACKLIST if not self._done:
-                yield from self._bar(place.host, now_s)
-            case OnFailure.STOP:
-                yield from self._end(why)
+        yield from self.policy.on_failure.after_failure(
+            Responses[Action](
+                end_job=lambda: self._end(why),
+                # The host of a worker that fails when others are done is not needed any more.
+                bar_host=lambda: () if self._done else self._bar(place.host, now_s),
+                tell_of_empty_slot=lambda: self._tell_of_empty_slot(place, now_s),
+            )
+        )
 
     def _tell_of_empty_slot(self, place: Place, now_s: float) -> Iterator[Action]:
         if not self._workers.members() or not self._slots.is_there(place) or self._slots.may_fill(place):

@@ -15,7 +15,7 @@ from ..system.job_directory import temporary_directory
 from ..system.machine import usable_cores
 from ..system.network import loopback_interface
 from .chaos_spec import ChaosSpec
-from .elastic_spec import ElasticSpec, OnFailure, Policy
+from .elastic_spec import ElasticSpec
 from .hosts import Host
 from .job_spec import JobSpec
 from .slots import Slot
@@ -78,7 +78,7 @@ def _rules(elastic: ElasticSpec, hosts: Sequence[Host], workers: Sequence[FirstW
     lines = [
         f"elastic job: {policy.first_np} or more ranks at the beginning, {policy.min_np} or more later, {most}{spares}",
         f"hosts: {found}" if script is None else f"hosts: {found} (what --host-discovery-script prints now)",
-        f"after a failure: {_after_failure(policy)}",
+        f"after a failure: {policy.on_failure.words(policy)}",
     ]
     if not workers:
         lines.append(
@@ -86,22 +86,6 @@ def _rules(elastic: ElasticSpec, hosts: Sequence[Host], workers: Sequence[FirstW
             "and starts no worker before"
         )
     return "".join(f"{line}\n" for line in lines)
-
-
-def _after_failure(policy: Policy) -> str:
-    match policy.on_failure:
-        case OnFailure.REPLACE:
-            restarts = f"{policy.max_restarts} times within {policy.restart_window_s:g} s at most (--max-restarts)"
-            return f"a new worker takes the slot (--on-failure replace), {restarts}"
-        case OnFailure.SHRINK:
-            return "the others go on, and the slot stays empty (--on-failure shrink)"
-        case OnFailure.BLACKLIST:
-            how_long = "any more"
-            if policy.cooldown_s is not None:
-                how_long = "for {:g} s, which doubles up to {:g} s".format(*policy.cooldown_s)
-            return f"its host gets no workers {how_long} (--on-failure blacklist)"
-        case OnFailure.STOP:
-            return "the job ends (--on-failure stop)"
 
 
 def _paragraphs(job: JobSpec, places: Sequence[tuple[str, Mapping[str, str]]], all_of_them: str) -> list[str]:

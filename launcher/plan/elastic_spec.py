@@ -2,23 +2,127 @@
 
 `cli.elastic_flags` makes them for a `JobSpec`; `elastic.membership` follows the policy, `elastic.discovery` runs the
 script.
+
+After a failure an elastic job does what its `OnFailure` says. A new answer to a failure is a class derived from it, and
+an entry of `ON_FAILURE`. The limits on the number of ranks are applied in `elastic.membership`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
+from typing import ClassVar, Generic, TypeVar
 
 from .chaos_spec import ChaosSpec
 
+Action = TypeVar("Action")
+"""What `elastic.membership` carries out."""
 
-class OnFailure(Enum):
-    """What an elastic job does after a worker has failed: see `Membership._count_failure`."""
 
-    REPLACE = "replace"  # a new worker takes its slot at once
-    SHRINK = "shrink"  # the others go on, and its slot stays empty
-    BLACKLIST = "blacklist"  # its host gets no workers until its cooldown is over
-    STOP = "stop"  # the job ends, as one that is not elastic
+@dataclass(frozen=True)
+class Responses(Generic[Action]):
+    """What an `OnFailure` can have done about one failure. Each returns the actions that do it."""
+
+    end_job: Callable[[], Iterable[Action]]
+    bar_host: Callable[[], Iterable[Action]]
+    tell_of_empty_slot: Callable[[], Iterable[Action]]
+
+
+class OnFailure(ABC):
+    """What an elastic job does after a worker has failed. It has no state."""
+
+    name: ClassVar[str]
+    goes_on: ClassVar[bool] = True
+    """Whether the job goes on with the other workers."""
+    refills: ClassVar[bool] = True
+    """Whether a worker may be started in the slot of one that has failed."""
+    replaces: ClassVar[bool] = False
+    """Whether that is done at once, so that the job has as many workers again."""
+
+    @abstractmethod
+    def after_failure(self, responses: Responses[Action]) -> Iterable[Action]:
+        """Returns the actions after a worker has failed."""
+
+    def after_lost_host(self, responses: Responses[Action]) -> Iterable[Action]:
+        """Returns the actions after a host with workers was lost."""
+        return responses.bar_host()
+
+    @abstractmethod
+    def words(self, policy: Policy) -> str:
+        """Returns what --dry-run says that is done."""
+
+    def words_without_hosts(self, barred: str) -> str | None:
+        """Returns what is said if no host is left but those that are ``barred``; None for nothing."""
+        return None
+
+
+class Replace(OnFailure):
+    """A new worker takes the slot."""
+
+    name = "replace"
+    replaces = True
+
+    def after_failure(self, responses: Responses[Action]) -> Iterable[Action]:
+        return responses.tell_of_empty_slot()
+
+    def words(self, policy: Policy) -> str:
+        restarts = f"{policy.max_restarts} times within {policy.restart_window_s:g} s at most (--max-restarts)"
+        return f"a new worker takes the slot (--on-failure replace), {restarts}"
+
+
+class Shrink(OnFailure):
+    """The others go on, and nobody takes the worker's place."""
+
+    name = "shrink"
+    refills = False
+
+    def after_failure(self, responses: Responses[Action]) -> Iterable[Action]:
+        return ()
+
+    def words(self, policy: Policy) -> str:
+        return "the others go on, and the slot stays empty (--on-failure shrink)"
+
+
+class Blacklist(OnFailure):
+    """The worker's host gets no workers until its cooldown is over."""
+
+    name = "blacklist"
+
+    def after_failure(self, responses: Responses[Action]) -> Iterable[Action]:
+        return responses.bar_host()
+
+    def words(self, policy: Policy) -> str:
+        how_long = "any more"
+        if policy.cooldown_s is not None:
+            how_long = "for {:g} s, which doubles up to {:g} s".format(*policy.cooldown_s)
+        return f"its host gets no workers {how_long} (--on-failure blacklist)"
+
+    def words_without_hosts(self, barred: str) -> str | None:
+        return (
+            f"no host is left: after a failure these get no more workers (--on-failure blacklist): {barred}. Where "
+            "that is one host, --on-failure replace starts a new worker on it"
+        )
+
+
+class Stop(OnFailure):
+    """The job ends, as one that is not elastic."""
+
+    name = "stop"
+    goes_on = False
+
+    def after_failure(self, responses: Responses[Action]) -> Iterable[Action]:
+        return responses.end_job()
+
+    def after_lost_host(self, responses: Responses[Action]) -> Iterable[Action]:
+        return responses.end_job()
+
+    def words(self, policy: Policy) -> str:
+        return "the job ends (--on-failure stop)"
+
+
+ON_FAILURE: dict[str, OnFailure] = {each.name: each for each in (Replace(), Shrink(), Blacklist(), Stop())}
+"""The answers to a failure by their names."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +142,7 @@ class Policy:
     max_np: int | None = None
     start_np: int | None = None
     spares: int = 0
-    on_failure: OnFailure = OnFailure.REPLACE
+    on_failure: OnFailure = ON_FAILURE["replace"]
     elastic_timeout_s: float = 600.0
     cooldown_s: tuple[float, float] | None = None
     reset_limit: int | None = None

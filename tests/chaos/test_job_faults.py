@@ -7,14 +7,14 @@ import signal
 import pytest
 from elastic_script import TIME_PASSES, Played, begins
 from hvdlite_launcher.elastic.job_faults import asked_fault
-from hvdlite_launcher.plan.elastic_spec import OnFailure
+from hvdlite_launcher.plan.elastic_spec import ON_FAILURE
 from hvdlite_launcher.wire.messages import Exited, FaultAsked, InitDone, InitStarted, Lost
 from hvdlite_wire.assignments import NewWorkerPolicy
 from hvdlite_wire.fault_points import ask_key
 
 
 def played(chaos, *script, **policy):
-    job = Played(*script, chaos=chaos, on_failure=OnFailure.SHRINK, **policy)
+    job = Played(*script, chaos=chaos, on_failure=ON_FAILURE["shrink"], **policy)
     job.faults.final_report()
     return job
 

@@ -5,7 +5,7 @@ from hvdlite_launcher.cli import hvdlite_run
 from hvdlite_launcher.cli.config_file import config_words
 from hvdlite_launcher.cli.flag_parser import Parser
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.plan.elastic_spec import DiscoveryScript, ElasticSpec, OnFailure, Policy, RestartSpec
+from hvdlite_launcher.plan.elastic_spec import ON_FAILURE, DiscoveryScript, ElasticSpec, Policy, RestartSpec
 
 
 @pytest.fixture(autouse=True)
@@ -80,15 +80,15 @@ def test_without_hosts_this_machine_has_a_slot_for_each_worker_and_each_spare():
 @pytest.mark.parametrize("answer", ["replace", "blacklist"])
 def test_a_job_whose_workers_are_replaced_keeps_its_size(answer):
     assert policy("-np", "2", "--on-failure", answer) == Policy(
-        min_np=2, start_np=2, max_np=2, on_failure=OnFailure(answer)
+        min_np=2, start_np=2, max_np=2, on_failure=ON_FAILURE[answer]
     )
 
 
 def test_a_failure_is_answered_as_horovodrun_does_where_its_programs_run():
-    assert policy("--min-np", "2").on_failure is OnFailure.REPLACE
-    assert policy("--min-np", "2", "--horovod").on_failure is OnFailure.BLACKLIST
-    assert policy("--min-np", "2", "--horovod", "--on-failure", "replace").on_failure is OnFailure.REPLACE
-    assert policy("--min-np", "2", "--on-failure", "stop").on_failure is OnFailure.STOP
+    assert policy("--min-np", "2").on_failure is ON_FAILURE["replace"]
+    assert policy("--min-np", "2", "--horovod").on_failure is ON_FAILURE["blacklist"]
+    assert policy("--min-np", "2", "--horovod", "--on-failure", "replace").on_failure is ON_FAILURE["replace"]
+    assert policy("--min-np", "2", "--on-failure", "stop").on_failure is ON_FAILURE["stop"]
 
 
 def test_workers_are_forked_where_others_are_replaced_unless_that_is_turned_off():

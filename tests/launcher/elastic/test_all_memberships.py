@@ -20,7 +20,7 @@ from hvdlite_launcher.elastic.membership import (
     Say,
     StartWorker,
 )
-from hvdlite_launcher.plan.elastic_spec import OnFailure, Policy
+from hvdlite_launcher.plan.elastic_spec import ON_FAILURE, Policy
 from long_run import IS_LONG
 
 # Of the one with no slots only a wrong name is listed; of the last, nothing.
@@ -276,10 +276,10 @@ POLICIES = {
     "replace, at least two": Policy(2, max_np=3, max_restarts=1),
     "spare": Policy(1, max_np=2, spares=1, max_restarts=0),
     "begin with three": Policy(1, start_np=3, elastic_timeout_s=50),
-    "shrink": Policy(1, on_failure=OnFailure.SHRINK),
-    "blacklist": Policy(1, on_failure=OnFailure.BLACKLIST, cooldown_s=(5, 20)),
-    "blacklist for ever": Policy(2, on_failure=OnFailure.BLACKLIST),
-    "stop": Policy(1, max_np=3, on_failure=OnFailure.STOP),
+    "shrink": Policy(1, on_failure=ON_FAILURE["shrink"]),
+    "blacklist": Policy(1, on_failure=ON_FAILURE["blacklist"], cooldown_s=(5, 20)),
+    "blacklist for ever": Policy(2, on_failure=ON_FAILURE["blacklist"]),
+    "stop": Policy(1, max_np=3, on_failure=ON_FAILURE["stop"]),
 }
 
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from elastic_script import START_TIMEOUT_S, TIME_PASSES, Played, answers, asks, begins
-from hvdlite_launcher.plan.elastic_spec import OnFailure
+from hvdlite_launcher.plan.elastic_spec import ON_FAILURE
 from hvdlite_launcher.wire.messages import (
     Alive,
     DiscoveryFailed,
@@ -82,7 +82,7 @@ def test_who_lost_a_rank_gets_a_rank_among_those_that_are_left_and_is_told_why()
         lambda job: job.store.receive(agent, _want(b"world1/x")),
         KILLED_1,
         *asks(0, 2, after=1),
-        on_failure=OnFailure.SHRINK,
+        on_failure=ON_FAILURE["shrink"],
     )
     assert [(each.generation, each.why) for each in agent.told if hasattr(each, "why")] == [
         (1, "worker 1 (rank 1 on a) was killed by SIGKILL"),
@@ -197,7 +197,7 @@ def test_workers_of_a_blacklisted_host_are_ended_and_killed_if_they_do_not_end()
         TIME_PASSES,
         Exited(0, -9),
         *asks(2, after=1),
-        on_failure=OnFailure.BLACKLIST,
+        on_failure=ON_FAILURE["blacklist"],
     )
     assert played.signals == [(0, [0], TERM), (FAILURE_GRACE_S, [0], KILL)]
     why = "a gets no more workers after a failure"
@@ -206,7 +206,7 @@ def test_workers_of_a_blacklisted_host_are_ended_and_killed_if_they_do_not_end()
 
 
 def test_a_worker_that_is_ended_with_its_host_and_ends_well_is_no_rank_that_is_done():
-    played = Played(*begins(a=2, b=1), KILLED_1, Exited(0, 0), *asks(2, after=1), on_failure=OnFailure.BLACKLIST)
+    played = Played(*begins(a=2, b=1), KILLED_1, Exited(0, 0), *asks(2, after=1), on_failure=ON_FAILURE["blacklist"])
     assert played.answer(2, 1).generation == 2
 
 
@@ -253,7 +253,7 @@ def test_the_same_error_on_all_ranks_ends_the_job_with_the_first_and_without_ano
 )
 def test_who_was_ended_with_its_host_is_not_the_cause_unless_it_fails_by_itself(end, exit_code, rank):
     lost = Exited(0, 1, peer_lost=True)
-    played = Played(*begins(a=2), lost, end, on_failure=OnFailure.BLACKLIST)
+    played = Played(*begins(a=2), lost, end, on_failure=ON_FAILURE["blacklist"])
     assert (played.outcome.exit_code, played.outcome.rank) == (exit_code, rank)
 
 
@@ -296,7 +296,7 @@ def test_a_replacement_that_fails_before_it_has_a_rank_is_told_and_is_no_cause_o
 
 def test_a_worker_that_fails_before_it_has_a_rank_is_the_cause_where_a_failure_ends_the_job():
     ends = Exited(1, 7), Exited(0, -15)
-    played = Played(*begins(a=1), found(a=1, b=1), answers("b"), *ends, on_failure=OnFailure.STOP)
+    played = Played(*begins(a=1), found(a=1, b=1), answers("b"), *ends, on_failure=ON_FAILURE["stop"])
     assert played.outcome.exit_code == 7
     assert played.outcome.message.startswith("worker 1 on b (pid 0) failed first, with exit code 7.")
 
@@ -400,7 +400,7 @@ def test_too_few_slots_end_the_job_after_the_elastic_timeout():
 
 
 def test_a_limit_that_ends_the_job_is_told_with_the_last_failure():
-    limits = {"reset_limit": 0, "on_failure": OnFailure.SHRINK}
+    limits = {"reset_limit": 0, "on_failure": ON_FAILURE["shrink"]}
     why, wrote = "--reset-limit 0: the ranks have changed more often", Output(1, "stderr", b"no memory\n")
     end, others = Exited(1, 3), [Exited(0, 1, peer_lost=True), *asks(2, after=1), Exited(2, -15)]
     played = Played(*begins(a=3), Started(1, 7), wrote, end, *others, **limits)
@@ -546,7 +546,7 @@ LATE_0 = [KILLED_1, *asks(2, after=1), TIME_PASSES]  # worker 0 does not come, f
 
 
 def test_the_end_of_a_job_says_who_was_ended_for_whom_and_not_only_who_failed_before_by_itself():
-    policy = {"on_failure": OnFailure.SHRINK, "elastic_timeout_s": 50}
+    policy = {"on_failure": ON_FAILURE["shrink"], "elastic_timeout_s": 50}
     played = Played(*begins(a=2, b=1), *LATE_0, TIME_PASSES, TIME_PASSES, Exited(0, -15), Exited(2, -15),
                     min_np=2, **policy)  # fmt: skip
     assert played.outcome.message.endswith(f"only 1 worker, and 3 slots (a:2, b:1), of which 2 stay empty after "

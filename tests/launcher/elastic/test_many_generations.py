@@ -11,7 +11,7 @@ from elastic_script import Unseen
 from hvdlite_launcher.elastic.elastic_hosts import ElasticHosts
 from hvdlite_launcher.elastic.elastic_job import ElasticJob
 from hvdlite_launcher.elastic.membership import Membership
-from hvdlite_launcher.plan.elastic_spec import OnFailure, Policy
+from hvdlite_launcher.plan.elastic_spec import ON_FAILURE, Policy
 from hvdlite_launcher.store.cache import Cache
 from hvdlite_launcher.store.server import Store
 from hvdlite_launcher.wire.messages import Answered, Exited, Hello, HostsFound, InitDone, InitStarted
@@ -176,7 +176,7 @@ def change_slots(job: Simulated, turn: int) -> None:
 
 @pytest.mark.parametrize("turn", [lose, change_hosts, change_slots])
 def test_a_job_of_a_thousand_generations_holds_what_it_held_after_a_hundred(turn):
-    job = Simulated(min_np=1, on_failure=OnFailure.REPLACE)
+    job = Simulated(min_np=1, on_failure=ON_FAILURE["replace"])
     job.elastic.on_hosts(HostsFound({"a": 2, "b": 1}))
     job.settle()
     assert job.generation == 1

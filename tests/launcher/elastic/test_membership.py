@@ -17,7 +17,7 @@ from hvdlite_launcher.elastic.membership import (
     Say,
     StartWorker,
 )
-from hvdlite_launcher.plan.elastic_spec import OnFailure, Policy
+from hvdlite_launcher.plan.elastic_spec import ON_FAILURE, Policy
 from hvdlite_wire.assignments import NewWorkerPolicy
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,7 +121,7 @@ def test_fewer_slots_than_min_np_end_the_job_after_the_elastic_timeout():
 
 
 def test_survivors_keep_their_order_and_go_on_once_all_of_them_ask():
-    job = running({"a": 4}, on_failure=OnFailure.SHRINK).kill(1)
+    job = running({"a": 4}, on_failure=ON_FAILURE["shrink"]).kill(1)
     assert job.ask(3, 0).generations == [[0, 1, 2, 3]]
     assert job.ask(2).generations[-1] == [0, 2, 3]
     assert job.membership.current.why == KILLED
@@ -171,7 +171,7 @@ def test_survivors_in_a_step_finish_it_alone_below_min_np_once_enough_newcomers_
 
 
 def test_survivors_in_a_step_wait_for_newcomers_no_longer_than_the_elastic_timeout():
-    job = running({"a": 2}, min_np=2, on_failure=OnFailure.SHRINK, elastic_timeout_s=60).kill(0)
+    job = running({"a": 2}, min_np=2, on_failure=ON_FAILURE["shrink"], elastic_timeout_s=60).kill(0)
     job.ask(1, newcomers=NewWorkerPolicy.AFTERWARDS)
     assert job.wait(59).over is None
     assert "waited 60 s (--elastic-timeout) for at least 2 workers (--min-np)" in job.wait(1).over.why
@@ -184,18 +184,18 @@ def test_survivors_whose_program_can_give_no_state_wait_below_min_np_until_the_e
 
 
 def test_nobody_takes_the_place_of_a_lost_worker_where_the_job_is_to_shrink():
-    job = running({"a": 2}, on_failure=OnFailure.SHRINK).kill(0)
+    job = running({"a": 2}, on_failure=ON_FAILURE["shrink"]).kill(0)
     assert not job.last
     assert job.found({"a": 2, "b": 1}).last == [StartWorker(2, Place("b", 0))]
 
 
 def test_a_failure_bars_its_host_and_ends_the_others_there_where_hosts_are_blacklisted():
-    job = running({"a": 2, "b": 2}, on_failure=OnFailure.BLACKLIST, max_np=3).kill(0)
+    job = running({"a": 2, "b": 2}, on_failure=ON_FAILURE["blacklist"], max_np=3).kill(0)
     assert job.last == [EndWorkers((1,), "a gets no more workers after a failure"), StartWorker(3, Place("b", 1))]
 
 
 def test_a_barred_host_is_used_again_after_its_cooldown_which_doubles():
-    job = running({"a": 1, "b": 1}, on_failure=OnFailure.BLACKLIST, cooldown_s=(10, 100)).kill(1)
+    job = running({"a": 1, "b": 1}, on_failure=ON_FAILURE["blacklist"], cooldown_s=(10, 100)).kill(1)
     assert job.membership.deadline_s() == 10
     assert job.wait(9).last == []
     assert job.wait(1).last == [StartWorker(2, Place("b", 0))]
@@ -240,7 +240,7 @@ def test_a_host_that_is_removed_added_and_removed_again_ends_up_removed():
 
 
 def test_below_min_np_survivors_wait_for_others_and_go_on_with_them():
-    job = running({"a": 1, "b": 1}, min_np=2, on_failure=OnFailure.BLACKLIST).kill(1)
+    job = running({"a": 1, "b": 1}, min_np=2, on_failure=ON_FAILURE["blacklist"]).kill(1)
     assert job.ask(0).generations == [[0, 1]]
     assert isinstance(job.last[0], Say)
     job.found({"a": 1, "b": 1, "c": 1})
@@ -249,7 +249,7 @@ def test_below_min_np_survivors_wait_for_others_and_go_on_with_them():
 
 
 def test_below_min_np_for_too_long_is_the_end_which_names_barred_hosts():
-    job = running({"a": 1, "b": 1}, min_np=2, on_failure=OnFailure.BLACKLIST, elastic_timeout_s=60).kill(1).ask(0)
+    job = running({"a": 1, "b": 1}, min_np=2, on_failure=ON_FAILURE["blacklist"], elastic_timeout_s=60).kill(1).ask(0)
     assert "1 worker, and 1 slot (a:1); hosts that get no workers after failures: b" in job.wait(60).over.why
 
 
@@ -268,7 +268,7 @@ def test_workers_that_could_go_on_with_the_state_of_a_rank_are_named_when_all_ra
 
 
 def test_where_nobody_could_go_on_nobody_is_named_when_all_ranks_are_lost():
-    assert running({"a": 2}, on_failure=OnFailure.SHRINK).kill(0).kill(1).of(Say) == []
+    assert running({"a": 2}, on_failure=ON_FAILURE["shrink"]).kill(0).kill(1).of(Say) == []
 
 
 def test_a_failure_before_the_first_generation_is_the_end():
@@ -276,7 +276,7 @@ def test_a_failure_before_the_first_generation_is_the_end():
 
 
 def test_when_all_hosts_are_blacklisted_that_is_said_before_the_end():
-    job = running({"a": 2}, on_failure=OnFailure.BLACKLIST).kill(0)
+    job = running({"a": 2}, on_failure=ON_FAILURE["blacklist"]).kill(0)
     assert job.over == EndJob(None)
     assert "no host is left: after a failure these get no more workers (--on-failure blacklist): a." in (
         job.of(Say)[-1].text
@@ -289,7 +289,7 @@ def test_a_wait_says_which_workers_have_not_called_init():
 
 
 def test_workers_that_were_started_in_time_may_take_as_long_again_to_come():
-    job = running({"a": 1, "b": 1}, min_np=2, elastic_timeout_s=60, on_failure=OnFailure.BLACKLIST).kill(1).ask(0)
+    job = running({"a": 1, "b": 1}, min_np=2, elastic_timeout_s=60, on_failure=ON_FAILURE["blacklist"]).kill(1).ask(0)
     job.wait(50).found({"a": 1, "c": 1})
     assert job.of(StartWorker)[-1] == StartWorker(2, Place("c", 0))
     assert job.membership.deadline_s() == 120
@@ -351,7 +351,7 @@ def test_a_slot_whose_workers_fail_again_and_again_stays_empty():
 
 
 def test_a_slot_that_is_to_stay_empty_or_is_not_there_any_more_is_not_told_of():
-    assert not running({"a": 2}, on_failure=OnFailure.SHRINK).kill(1).of(Say)
+    assert not running({"a": 2}, on_failure=ON_FAILURE["shrink"]).kill(1).of(Say)
     assert not running({"a": 2}, max_restarts=0).found({"a": 1}).kill(1).of(Say)
     assert not running({"a": 1}, max_restarts=0).kill(0).of(Say), "the job ends"
 
@@ -415,11 +415,11 @@ def test_a_spare_that_fails_is_replaced_and_no_rank_is_disturbed():
 
 
 def test_a_failure_ends_the_job_where_that_is_asked_for_though_hosts_may_come_and_go():
-    job = running({"a": 2}, on_failure=OnFailure.STOP).found({"a": 3}).ask(2)
+    job = running({"a": 2}, on_failure=ON_FAILURE["stop"]).found({"a": 3}).ask(2)
     assert job.ask(0, 1).generations[-1] == [0, 1, 2]
     assert job.kill(1).last == [EndJob(None)]
     assert job.kill(2).last == []
-    assert running({"a": 1, "b": 1}, on_failure=OnFailure.STOP).lose("b").last == [EndJob("lost b")]
+    assert running({"a": 1, "b": 1}, on_failure=ON_FAILURE["stop"]).lose("b").last == [EndJob("lost b")]
 
 
 def test_after_a_rank_is_done_nobody_is_started_any_more():
@@ -478,7 +478,7 @@ EVENTS = st.lists(
 )
 
 
-@given(EVENTS, st.integers(1, 3), st.integers(3, 5) | st.none(), st.sampled_from([*OnFailure]))
+@given(EVENTS, st.integers(1, 3), st.integers(3, 5) | st.none(), st.sampled_from([*ON_FAILURE.values()]))
 def test_whatever_happens_generations_are_right_and_the_job_goes_on_or_ends(events, min_np, max_np, on_failure):
     job = Job({"a": 2, "b": 2}, min_np=min_np, max_np=max_np, on_failure=on_failure, cooldown_s=(5, 20))
     for what, seed in events:
@@ -524,7 +524,7 @@ def test_a_job_whose_survivors_always_ask_always_goes_on_while_there_are_slots(s
 
 
 def test_a_member_that_does_not_leave_an_ended_generation_is_told_of_and_ended_so_that_the_others_go_on():
-    job = running({"a": 3}, elastic_timeout_s=100, on_failure=OnFailure.SHRINK)
+    job = running({"a": 3}, elastic_timeout_s=100, on_failure=ON_FAILURE["shrink"])
     job.kill(0).ask(1)
     assert len(job.generations) == 1
     assert job.membership.deadline_s() == 60
@@ -542,7 +542,7 @@ def test_a_member_that_does_not_leave_an_ended_generation_is_told_of_and_ended_s
 
 
 def test_a_member_that_leaves_late_is_in_the_next_generation_and_the_wait_begins_anew_with_the_next_end():
-    job = running({"a": 3}, elastic_timeout_s=100, on_failure=OnFailure.SHRINK)
+    job = running({"a": 3}, elastic_timeout_s=100, on_failure=ON_FAILURE["shrink"])
     job.kill(0).ask(1).wait(99).ask(2)
     assert job.generations[-1] == [1, 2]
     assert job.membership.deadline_s() is None
@@ -550,13 +550,13 @@ def test_a_member_that_leaves_late_is_in_the_next_generation_and_the_wait_begins
     assert job.membership.deadline_s() is None
     job.found({"b": 1})
     assert job.ask(2).generations[-1] == [2]
-    job = running({"a": 4}, elastic_timeout_s=100, on_failure=OnFailure.SHRINK)
+    job = running({"a": 4}, elastic_timeout_s=100, on_failure=ON_FAILURE["shrink"])
     job.kill(0).ask(1).wait(99).kill(1).wait(99).ask(2)
     assert job.membership.deadline_s() == job.now_s + 60
 
 
 def test_ranks_that_compute_after_a_loss_are_left_alone_while_no_other_rank_waits():
-    for on_failure in (OnFailure.SHRINK, OnFailure.REPLACE):
+    for on_failure in (ON_FAILURE["shrink"], ON_FAILURE["replace"]):
         job = running({"a": 3}, elastic_timeout_s=100, on_failure=on_failure).kill(0)
         assert job.membership.deadline_s() is None
         job.wait(1000).ask(1)
@@ -598,7 +598,7 @@ def test_a_member_that_ignores_that_hosts_have_changed_while_others_leave_is_not
 
 
 def test_a_cooldown_that_is_over_is_due_no_more():
-    job = running({"a": 1, "b": 1}, on_failure=OnFailure.BLACKLIST, cooldown_s=(10, 100))
+    job = running({"a": 1, "b": 1}, on_failure=ON_FAILURE["blacklist"], cooldown_s=(10, 100))
     job.kill(1).ask(0).wait(10)
     assert job.last == [StartWorker(2, Place("b", 0))]
     assert job.membership.deadline_s() is None
@@ -632,10 +632,10 @@ def test_a_worker_that_never_leaves_an_ended_generation_has_failed():
         job = running({"a": 3, "b": 1}, max_np=3, elastic_timeout_s=100, **policy).kill(0)
         return job.ask(1).wait(60).wait(40)
 
-    assert hang(on_failure=OnFailure.SHRINK).kill(2).of(StartWorker)[3:] == [StartWorker(3, Place("b", 0))]
-    ended = hang(on_failure=OnFailure.BLACKLIST, min_np=1).of(EndWorkers)
+    assert hang(on_failure=ON_FAILURE["shrink"]).kill(2).of(StartWorker)[3:] == [StartWorker(3, Place("b", 0))]
+    ended = hang(on_failure=ON_FAILURE["blacklist"], min_np=1).of(EndWorkers)
     assert [each.workers for each in ended] == [(1, 2)], "the failure of worker 0 has barred its host already"
-    job = running({"a": 2}, on_failure=OnFailure.STOP, elastic_timeout_s=100).ask(0).wait(60).wait(40)
+    job = running({"a": 2}, on_failure=ON_FAILURE["stop"], elastic_timeout_s=100).ask(0).wait(60).wait(40)
     assert job.over == EndJob(
         "worker 1 on a did not come to the next generation within 100 s (--elastic-timeout) of the first that did: "
         "worker 0 on a waited"
@@ -706,7 +706,7 @@ def test_a_program_that_fails_at_its_end_fails_the_job_at_once(first_to_end):
 
 
 def test_ranks_that_have_a_last_step_to_finish_do_so_without_the_lost_one_and_without_those_that_are_done():
-    job = running({"a": 4}, min_np=4, on_failure=OnFailure.SHRINK, elastic_timeout_s=100)
+    job = running({"a": 4}, min_np=4, on_failure=ON_FAILURE["shrink"], elastic_timeout_s=100)
     job.kill(0).kill(1, None).ask(2, newcomers=NewWorkerPolicy.NEVER)
     assert len(job.generations) == 1
     assert job.membership.deadline_s() == 60
