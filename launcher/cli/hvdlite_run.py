@@ -35,7 +35,15 @@ _OF_WORKERS = {
     *elastic_flags.OF_WORKERS,
     *horovodrun_flags.DESTS,
     *("num_proc", "dry_run", "output_filename", "report_dir", "metrics_textfile", "summary", "log_json"),
-    *("watch", "prefix_output_with_timestamp", "show_ranks", "local_ranks_filter", "grace", "independent", "debug_rank"),
+    *(
+        "watch",
+        "prefix_output_with_timestamp",
+        "show_ranks",
+        "local_ranks_filter",
+        "grace",
+        "independent",
+        "debug_rank",
+    ),
 }
 
 _START_TIMEOUT_S = 60.0
