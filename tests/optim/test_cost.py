@@ -302,7 +302,8 @@ def test_a_rank_that_consolidates_has_room_for_the_state_and_a_bucket_and_others
             stays = live.now - own_bytes
             return stays, live.peak - live.now
 
-    outcomes = run_ranks(2, rank)
+    # Gloo's own threads keep a tensor for a moment after an operation.
+    outcomes = run_ranks(2, rank, engine="shared memory")
     for (stays, passing), expected_bytes in zip(outcomes, [0, LAYERS * LAYER_BYTES], strict=True):
         assert abs(stays - expected_bytes) <= SMALL_BYTES
         # A bucket's state in bytes of all ranks, and beside it the tensors that these become.
