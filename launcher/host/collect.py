@@ -27,6 +27,8 @@ from hvdlite_wire.errors import MessageError
 from hvdlite_wire.job_contract import STACKS_SIGNAL, note_file, report_socket, stacks_file
 from hvdlite_wire.worker_status import Frame, OwnStatus, Process, Source, Thread, WorkerStatus
 
+from ..system.process_tree import handles
+
 if TYPE_CHECKING:
     import psutil
 
@@ -242,7 +244,8 @@ def _have_stacks_written(asked: list[_AskedWorker]) -> None:
     for each in asked:
         with contextlib.suppress(OSError):
             each.stacks_from = os.path.getsize(each.stacks)
-            if _handles_the_signal(each.pid):
+            # It may have become another program since, which the signal would end.
+            if handles(each.pid, STACKS_SIGNAL):
                 os.kill(each.pid, STACKS_SIGNAL)
                 waiting.append(each)
     sizes = {each.pid: -1 for each in waiting}
@@ -262,13 +265,6 @@ def _size_of_stacks(asked: _AskedWorker) -> int:
         return os.path.getsize(asked.stacks)
     except OSError:
         return -1
-
-
-def _handles_the_signal(pid: int) -> bool:
-    """Whether the process has a handler: it may have become another program since, which the signal would end."""
-    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-        handled = next((line for line in file if line.startswith("SigCgt:")), "SigCgt: 0")
-    return bool(int(handled.split()[1], 16) >> (STACKS_SIGNAL - 1) & 1)
 
 
 def _stacks(asked: _AskedWorker) -> dict[str, Any]:

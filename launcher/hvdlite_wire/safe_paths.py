@@ -176,7 +176,8 @@ def _open_directory(at: int, name: str, path: str, makes_directories: bool) -> i
         except FileNotFoundError:
             if not makes_directories:
                 raise
-            os.mkdir(name, dir_fd=at)
+            with contextlib.suppress(FileExistsError):  # another process was first
+                os.mkdir(name, dir_fd=at)
             return os.open(name, _DIRECTORY, dir_fd=at)
     except OSError as error:
         raise OSError(error.errno, os.strerror(error.errno or 0), path) from None

@@ -75,15 +75,16 @@ def signal_handlers(pid: int, signum: int) -> None:
             processes += [child.pid for child in psutil.Process(pid).children(recursive=True)]
     for each in processes:
         with contextlib.suppress(OSError):
-            if _handles(each, signum):
+            if handles(each, signum):
                 os.kill(each, signum)
 
 
-def _handles(pid: int, signum: int) -> bool:
+def handles(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for this signal; True if the system does not tell. Raises OSError if it ended."""
     if not sys.platform.startswith("linux"):
         return True
-    with open(f"/proc/{pid}/status") as file:
-        mask = next((int(line.split()[1], 16) for line in file if line.startswith("SigCgt:")), 0)
+    with open(f"/proc/{pid}/status", "rb") as file:  # a process may have any bytes as its name
+        mask = next((int(line.split()[1], 16) for line in file if line.startswith(b"SigCgt:")), 0)
     return bool(mask >> (signum - 1) & 1)
 
 
@@ -99,7 +100,10 @@ def has_group(pid: int) -> bool:
 
 
 def kill_tree(pid: int) -> None:
-    """Sends SIGKILL to a process that leads a group, to that group, and to its descendants in other groups."""
+    """Sends SIGKILL to a process that leads a group, to that group, and to its descendants in other groups.
+
+    Descendants that may not be killed, such as those of sudo, are left alone.
+    """
     import psutil  # noqa: PLC0415  # costs 20 ms, seldom needed
 
     try:
@@ -109,7 +113,7 @@ def kill_tree(pid: int) -> None:
         descendants = []
     signal_group(pid, signal.SIGKILL)
     for process in descendants:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             process.kill()
 
 
@@ -145,7 +149,7 @@ def kill_descendants(*, within_s: float = 10.0) -> bool:
             return False
         # Repeated, since a listed process may fork before it is killed.
         for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 process.kill()
         time.sleep(0.005)
     return True

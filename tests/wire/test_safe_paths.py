@@ -52,6 +52,18 @@ def test_directories_are_made_and_an_earlier_file_is_replaced(tmp_path, monkeypa
     assert (tmp_path / "not" / "here").read_bytes() == b"text"
 
 
+def test_a_directory_that_another_process_makes_at_the_same_time_is_used(tmp_path, monkeypatch):
+    make = os.mkdir
+
+    def make_after_another(name, dir_fd):
+        make(name, dir_fd=dir_fd)
+        make(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "mkdir", make_after_another)
+    os.close(write_file(str(tmp_path / "deep" / "file")))
+    assert (tmp_path / "deep" / "file").exists()
+
+
 def test_the_user_s_own_links_are_followed_wherever_they_are(tmp_path):
     (tmp_path / "disk" / "deep").mkdir(parents=True)
     (tmp_path / "logs").symlink_to("disk/../disk/deep")

@@ -190,14 +190,14 @@ def test_a_program_that_has_not_called_init_has_its_stacks_written_by_what_torch
 
 def test_stacks_that_are_removed_while_they_are_written_leave_the_others_as_they_are(directory, monkeypatch):
     ending, staying = standing("stays", directory), standing("stays", directory)
-    handles_the_signal = collecting._handles_the_signal
+    handles = collecting.handles
 
-    def remove_first(pid: int) -> bool:
+    def remove_first(pid: int, signum: int) -> bool:
         if pid == ending.pid:
             (directory / f"r{pid}.stacks").unlink()
-        return handles_the_signal(pid)
+        return handles(pid, signum)
 
-    monkeypatch.setattr(collecting, "_handles_the_signal", remove_first)
+    monkeypatch.setattr(collecting, "handles", remove_first)
     try:
         facts = collect({0: ending.pid, 1: staying.pid}, str(directory))
     finally:
