@@ -249,7 +249,7 @@ class ElasticJob:
             # It has ended while others are the ranks: that is a cause only if the job ends now.
             ends.remove(end)
         if end not in ends:
-            self._roster.remove(end.worker)
+            self._roster.pop(end.worker, None)
         self._look_at_hosts()
 
     def on_lost(self, lost: Lost) -> None:
@@ -273,7 +273,7 @@ class ElasticJob:
         self._lose(workers, why)
         self._do(self._membership.host_lost(lost.host, why, self._now()))
         for worker in workers:
-            self._roster.remove(worker)
+            self._roster.pop(worker, None)
         self._look_at_hosts()
 
     def on_refused(self, refused: Refused) -> None:
@@ -459,7 +459,7 @@ class ElasticJob:
             self._screen.set_rank(worker, now.get(worker))
         for end in before.ends:
             if isinstance(end, Exited):
-                self._roster.remove(end.worker)
+                self._roster.pop(end.worker, None)
         host_of = {each.worker: each.place.host for each in generation.members}
         names = {worker: self._name(worker) for worker in now}
         self._generation, self._late_at = RunningGeneration(generation.number, host_of, names), None

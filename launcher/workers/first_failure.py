@@ -83,7 +83,7 @@ class FirstFailure:
         first = self._failed[0]
         if end is first:
             self._ending.effect_of = shell_code(end.returncode) - 128
-        wrote = self._roster.wrote_stderr(end.worker)
+        wrote = self._roster[end.worker].written["stderr"].lines()
         if (wrote and end.returncode == first.returncode) or first.returncode < 0:
             self.settle()
         elif end is first:

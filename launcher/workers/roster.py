@@ -22,39 +22,23 @@ class WorkerRecord:
     written: Mapping[Stream, Tail] = field(default_factory=lambda: {"stderr": Tail(), "stdout": Tail()})
 
 
-class Roster:
+class Roster(dict[int, WorkerRecord]):
     """The records of workers, by their numbers."""
 
-    def __init__(self) -> None:
-        self._records: dict[int, WorkerRecord] = {}
-
     def add(self, number: int, host: str, rank: int | None = None) -> None:
-        self._records[number] = WorkerRecord(host, rank)
-
-    def remove(self, number: int) -> None:
-        self._records.pop(number, None)
-
-    def __getitem__(self, number: int) -> WorkerRecord:
-        return self._records[number]
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._records
+        self[number] = WorkerRecord(host, rank)
 
     def note(self, output: Output) -> None:
         """Keeps what a worker wrote, as its last lines may be the reason for its failure."""
         self[output.worker].written[output.stream].add(output.data)
 
-    def wrote_stderr(self, number: int) -> bool:
-        return bool(self[number].written["stderr"].lines())
-
     def on_host(self, host: str) -> list[int]:
         """Returns the numbers of the workers on a host."""
-        return [number for number, record in self._records.items() if record.host == host]
+        return [number for number, record in self.items() if record.host == host]
 
     def hosts_of(self, numbers: Iterable[int]) -> list[str]:
         """Returns the hosts of these workers, each once. Any thread may ask, also of workers that have just ended."""
-        records = (self._records.get(number) for number in numbers)
-        return list(dict.fromkeys(record.host for record in records if record is not None))
+        return list(dict.fromkeys(record.host for number in numbers if (record := self.get(number)) is not None))
 
     def name(self, numbers: Collection[int]) -> str:
         """Returns the ranks of these workers, as in ``ranks 0, 2``; those without a rank by number."""

@@ -7,5 +7,5 @@ def test_hosts_are_named_once_and_a_worker_that_has_just_ended_has_none():
     roster = Roster()
     for number, host in enumerate(["b", "a", "b", "c"]):
         roster.add(number, host)
-    roster.remove(3)  # as the job's thread does, while that of hvdlite-run --ps looks at those that ran a moment ago
+    del roster[3]  # as the job's thread does, while that of hvdlite-run --ps looks at those that ran a moment ago
     assert roster.hosts_of([0, 1, 2, 3]) == ["b", "a"]

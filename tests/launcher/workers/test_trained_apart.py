@@ -22,7 +22,7 @@ def warning(*events, ranks=(0, 1, 2)):
         apart.on_event(event)
         if isinstance(event, Exited):
             running.discard(event.worker)
-            roster.remove(event.worker)  # as elastic jobs do
+            del roster[event.worker]  # as elastic jobs do
     return apart.warning()
 
 
