@@ -1,6 +1,6 @@
 """The `JobOutcome` of a job, and the message about the worker that failed first: how, and the end of its stderr.
 
-`first_failure` decides which worker failed first, and words lost hosts; `init_calls` words ranks missing in hvd.init().
+`first_failure` decides which worker failed first, and words lost hosts and ranks that are missing in hvd.init().
 If that worker wrote nothing to stderr, the message quotes another one that failed in the same way soon after it.
 """
 
