@@ -4,7 +4,7 @@
     init ── begin ── ... operations, optimizers, the default process group ... ── end ── shutdown
 
 Ranks that train without each other end with a model each, and without an error. Under hvdlite-run each worker notes it
-at its end (`launcher.host.training_notes`), and hvdlite-run warns once. Under other launchers rank 0 does it here.
+at its end (`launcher.host.worker_hooks`), and hvdlite-run warns once. Under other launchers rank 0 does it here.
 """
 
 from __future__ import annotations

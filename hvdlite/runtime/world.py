@@ -426,7 +426,7 @@ def require_ended(what: str) -> None:
 def has_exchanged() -> bool | None:
     """Whether this process has exchanged anything with other ranks; None if it has never had any.
 
-    hvdlite-run's handler for the end of a worker asks (`launcher.host.training_notes`).
+    hvdlite-run's handler for the end of a worker asks (`launcher.host.worker_hooks`).
     """
     return _exchanged.has_met
 

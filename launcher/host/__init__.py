@@ -7,9 +7,8 @@ uses the other modules for the workers, and `wire.channel` to talk to the launch
 
 Modules import only what stands before them:
 
-    start_workers < forked_workers < worker_pipes < training_notes < stacks_on_signal < collect
-    < host_load < killed_workers < status_collector < agent < remote_parent
+    start_workers < forked_workers < worker_pipes < worker_hooks < collect < host_load < killed_workers
+    < status_collector < agent < remote_parent
 
-The workers themselves import `path/sitecustomize` at their start, `stacks_on_signal` with torch, and with it
-`training_notes`.
+The workers themselves import `path/sitecustomize` at their start, and `worker_hooks` with torch.
 """

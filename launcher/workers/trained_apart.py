@@ -2,7 +2,7 @@
 
     Exited(apart=True) ──► TrainedApart ── once, if the job has succeeded ──► the screen
 
-`launch` has one for each job, and `supervisor` tells it of all events. `host.training_notes` is how a worker knows.
+`launch` has one for each job, and `supervisor` tells it of all events. `host.worker_hooks` is how a worker knows.
 """
 
 from __future__ import annotations

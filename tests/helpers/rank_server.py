@@ -46,7 +46,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from agent_stand_in import AGENT, receive, send, spaces, surroundings
-from hvdlite_launcher.host import agent, forked_workers, remote_parent, stacks_on_signal, start_workers
+from hvdlite_launcher.host import agent, forked_workers, remote_parent, start_workers, worker_hooks
 from hvdlite_launcher.host.start_workers import ForkedProcess, Worker
 from hvdlite_launcher.plan.python_command import PythonCommand, parse_python
 from hvdlite_launcher.system import process_tree
@@ -378,7 +378,7 @@ def _begin(path: str) -> None:
     at_end = vars(hvdlite)["_end_of_program"]
     atexit.unregister(at_end)
     if _HOOK in entries:
-        stacks_on_signal.register()
+        worker_hooks.register()
     atexit.register(at_end)
 
 

@@ -1,5 +1,5 @@
 """
-Has `import torch` call `stacks_on_signal.register`, in hvdlite-run's workers and the Python programs that they start,
+Has `import torch` call `worker_hooks.register`, in hvdlite-run's workers and the Python programs that they start,
 and be imported without collections of garbage.
 
 hvdlite-run puts this directory in front of their PYTHONPATH. Python's `site` imports this module when an interpreter
@@ -61,7 +61,7 @@ def _run_uncollected(run: Callable[[Any], object], module: Any) -> None:
 def _register() -> None:
     try:
         # By name, since it is found where the program finds hvdlite, and not beside this file.
-        module = importlib.import_module("hvdlite_launcher.host.stacks_on_signal")
+        module = importlib.import_module("hvdlite_launcher.host.worker_hooks")
     except ImportError:
         # An environment without hvdlite: a program without reports is better than none.
         return

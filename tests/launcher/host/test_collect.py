@@ -155,7 +155,7 @@ def test_a_worker_that_has_ended_and_is_not_reaped_is_described_as_a_zombie(dire
 # Reaches its line, and stays there, in the part of a process that a signal does not end.
 STANDS = """
 import os, sys
-from hvdlite_launcher.host.stacks_on_signal import register
+from hvdlite_launcher.host.worker_hooks import register
 register()
 if sys.argv[1] == "becomes another":
     os.execvp("sh", ["sh", "-c", "echo; read x"])

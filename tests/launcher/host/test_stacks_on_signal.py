@@ -14,7 +14,7 @@ import pytest
 from hvdlite_wire.job_contract import STACKS_SIGNAL
 
 HOOK = str(Path(hvdlite_launcher.host.__file__).parent / "path")
-REGISTERS = "from hvdlite_launcher.host.stacks_on_signal import register; register(); "
+REGISTERS = "from hvdlite_launcher.host.worker_hooks import register; register(); "
 
 
 def files_after(directory: Path, program: str, **env: str) -> list[str]:
@@ -114,7 +114,7 @@ def test_a_process_that_no_hvdlite_run_has_started_registers_and_imports_nothing
 def test_a_process_of_a_data_loader_leaves_no_file(tmp_path):
     (tmp_path / "main.py").write_text(
         "import multiprocessing\n"
-        "from hvdlite_launcher.host.stacks_on_signal import register\n"
+        "from hvdlite_launcher.host.worker_hooks import register\n"
         "if __name__ == '__main__':\n"
         "    register()\n"
         "    process = multiprocessing.get_context('spawn').Process(target=register)\n"

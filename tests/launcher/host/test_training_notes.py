@@ -11,7 +11,7 @@ CASES = """
 import atexit, os, sys
 import torch, torch._dynamo, torch.distributed as dist
 from torch.distributed import rpc
-from hvdlite_launcher.host.training_notes import note_at_exit
+from hvdlite_launcher.host.worker_hooks import note_at_exit
 
 class Own(torch.optim.Optimizer):
     def __init__(self, params):
