@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
-from hvdlite_wire.errors import MessageError
+from hvdlite_wire.codec import MessageError
 
 from ..calls.mailbox import DOWN, UP, FrameError, Mailbox
 from ..calls.messages import (

@@ -5,5 +5,5 @@
 
 Modules import only what stands before them:
 
-    connection_loop < connectors < remote_agent < wait_for_agents < agent_group
+    connection_loop < remote_agent < wait_for_agents < agent_group
 """

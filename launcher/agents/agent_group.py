@@ -43,8 +43,7 @@ from ..wire.messages import (
     StartJob,
     StartWorkers,
 )
-from .connection_loop import ConnectionLoop
-from .connectors import MOST_CONNECTORS, Connectors
+from .connection_loop import MOST_CONNECTORS, ConnectionLoop, Connectors
 from .remote_agent import RemoteAgent, local_agent_argv
 from .wait_for_agents import AgentAnswers, wait_for_agents
 

@@ -4,7 +4,7 @@
     calls of other threads ─────┼──► the functions of `remote_agent`, one after the other
     times that have come ───────┘
 
-`agent_group` has one. None of these functions may block.
+`agent_group` has one. None of these functions may block, as the start of ssh does: there are `Connectors` for that.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+MOST_CONNECTORS = 32  # each may wait for an ssh that reads the user's configuration
 _CLOSE_S = 2.0  # how long the end waits for a call that does not return
 
 
@@ -107,3 +108,35 @@ class ConnectionLoop:
             # What was called before in this round may have unregistered it.
             if self.selector.get_map().get(key.fd) is key:
                 key.data()
+
+
+class Connectors:
+    """A few threads that start ssh, and end when nothing is left to do. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Callable[[], object], Callable[[Exception], object]]] = deque()
+        self._threads = 0
+        self._lock = threading.Lock()
+
+    def call(self, work: Callable[[], object], on_error: Callable[[Exception], object]) -> None:
+        """Has one of the threads call ``work``, and ``on_error`` if that raises an error; does not block.
+
+        Raises RuntimeError if there cannot be a thread.
+        """
+        with self._lock:
+            if self._threads < MOST_CONNECTORS:
+                threading.Thread(target=self._run, daemon=True, name="connect").start()
+                self._threads += 1
+            self._waiting.append((work, on_error))
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._threads -= 1
+                    return
+                work, on_error = self._waiting.popleft()
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001  # whatever it is, the thread is needed for other hosts
+                on_error(error)

@@ -50,8 +50,7 @@ from ..wire.messages import (
     Refused,
 )
 from ..wire.store_messages import StoreEvent
-from .connection_loop import ConnectionLoop
-from .connectors import Connectors
+from .connection_loop import ConnectionLoop, Connectors
 
 _READ_BYTES = 1 << 18
 _NOISE_BYTES = 1 << 16  # the most that a login shell's start files may print before the agent's MARK

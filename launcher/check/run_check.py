@@ -14,8 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hvdlite_wire.codec import decode
-from hvdlite_wire.errors import MessageError
+from hvdlite_wire.codec import MessageError, decode
 
 from ..plan.hosts import Host
 from ..plan.job_spec import JobSpec

@@ -20,7 +20,7 @@ from ..agents.agent_group import Agents
 from ..plan.chaos_spec import OF_A_HOST, ChaosFault, ChaosSpec
 from ..store.server import Store
 from ..system.signals import signal_name
-from ..system.table import table
+from ..system.terminal_text import table
 from ..wire.messages import Event, Exited, FaultAsked, InitDone, Lost
 from ..workers.ending import Ending
 from ..workers.observer import Observer

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hvdlite_wire.codec import decode
-from hvdlite_wire.errors import MessageError
+from hvdlite_wire.codec import MessageError, decode
 from hvdlite_wire.job_contract import STACKS_SIGNAL, note_file, report_socket, stacks_file
 from hvdlite_wire.worker_status import Frame, OwnStatus, Process, Source, Thread, WorkerStatus
 

@@ -27,13 +27,15 @@ from enum import Enum
 from operator import attrgetter
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from .errors import MessageError
-
 Message = TypeVar("Message")
 _Reader = Callable[[Any], Any]
 
 # What goes wrong in a check, in a cut JSON text, or in one that is nested too deep.
 _WRONG = (ValueError, TypeError, OverflowError, RecursionError, AttributeError)
+
+
+class MessageError(ValueError):
+    """What another process has sent is no message of the expected type."""
 
 
 @dataclass(frozen=True, slots=True)

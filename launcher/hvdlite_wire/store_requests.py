@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterable
 from enum import IntEnum
 
-from .errors import MessageError
+from .codec import MessageError
 
 # The agent forwards a request in one frame to the launcher: this leaves room for its header within MAX_PAYLOAD_BYTES.
 MAX_REQUEST_BYTES = (16 << 20) - 64

@@ -29,8 +29,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..errors import JobEndsError, LauncherError, UsageError
-from ..system.table import table
-from ..system.terminal_text import command_in_one_line
+from ..system.terminal_text import command_in_one_line, table
 from ..wire.messages import ReportAsked, WatchAsked
 
 _REPORT, _WATCH, _ABOUT = b"report\n", b"watch\n", b"about\n"

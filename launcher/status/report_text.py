@@ -13,7 +13,7 @@ from typing import Any
 
 from hvdlite_wire.worker_status import Frame, Source
 
-from ..system.table import table
+from ..system.terminal_text import table
 from ..workers.failure_message import ranges
 from .causes import Cause, find_cause, first_difference, where
 from .rank_status import RankStatus, sorted_by_rank

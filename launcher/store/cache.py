@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from hvdlite_wire.assignments import NewWorkerPolicy
-from hvdlite_wire.codec import decode
-from hvdlite_wire.errors import MessageError
+from hvdlite_wire.codec import MessageError, decode
 from hvdlite_wire.field_types import HostLinks, Refusals
 from hvdlite_wire.store_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, generation_of, pack, unpack
 

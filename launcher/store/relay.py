@@ -13,7 +13,7 @@ import selectors
 import socket
 from collections.abc import Callable
 
-from hvdlite_wire.errors import MessageError
+from hvdlite_wire.codec import MessageError
 from hvdlite_wire.store_requests import RequestDecoder, frame
 
 from .cache import Cache

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from hvdlite_wire.errors import MessageError
+from hvdlite_wire.codec import MessageError
 from hvdlite_wire.store_requests import (
     CHUNK_BYTES,
     DONE,

@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from ..errors import LauncherError
@@ -107,3 +107,9 @@ def command_in_one_line(words: Iterable[object]) -> str:
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in shlex.join(map(str, words))
     )
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns a line for each row of texts: cells to the left of their columns, as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

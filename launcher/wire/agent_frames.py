@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 
 from hvdlite_wire import codec
-from hvdlite_wire.errors import MessageError
 
 from ..errors import ProtocolError
 from . import store_messages
@@ -158,5 +157,5 @@ def _decode(kind: int, number: int, payload: bytes) -> Message:
         if kind in _GREETINGS:
             payload = codec.encode(json.loads(payload)[: len(fields(_OF_KIND[kind]))])
         return codec.decode(_OF_KIND[kind], payload)
-    except (MessageError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ProtocolError(f"invalid frame of kind {kind}: {payload[:40]!r}") from error

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdlite_wire.errors import MessageError
+from hvdlite_wire.codec import MessageError
 from hvdlite_wire.store_requests import pack, unpack
 
 

@@ -11,7 +11,7 @@ import struct
 
 import pytest
 from control_messages import sent, to_rank_0
-from hvdlite_wire.errors import MessageError
+from hvdlite_wire.codec import MessageError
 
 from hvdlite.calls.mailbox import DOWN, UP, Mailbox, Sealer
 from hvdlite.calls.messages import TO_RANK_0, StillWaiting

@@ -8,8 +8,7 @@ from statistics import median
 
 import pytest
 from control_messages import to_rank_0
-from hvdlite_wire.codec import decode, encode
-from hvdlite_wire.errors import MessageError
+from hvdlite_wire.codec import MessageError, decode, encode
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn

@@ -2,7 +2,7 @@
 
 import pytest
 from hvdlite_wire.assignments import ANSWERS, Dismissal, RankAssignment
-from hvdlite_wire.errors import MessageError
+from hvdlite_wire.codec import MessageError
 
 
 @pytest.mark.parametrize("answer", [RankAssignment(4, 1, 2, 0), Dismissal("b has been removed")])

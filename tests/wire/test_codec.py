@@ -11,8 +11,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pytest
-from hvdlite_wire.codec import Between, Family, decode, encode
-from hvdlite_wire.errors import MessageError
+from hvdlite_wire.codec import Between, Family, MessageError, decode, encode
 from hypothesis import given
 from hypothesis import strategies as st
 

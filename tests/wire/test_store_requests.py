@@ -3,7 +3,7 @@
 import struct
 
 import pytest
-from hvdlite_wire.errors import MessageError
+from hvdlite_wire.codec import MessageError
 from hvdlite_wire.store_requests import MAX_REQUEST_BYTES, RequestDecoder, StoreRequest, frame, pack, unpack
 from hypothesis import given
 from hypothesis import strategies as st

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from hvdlite_launcher.agents import agent_group
 from hvdlite_launcher.agents.agent_group import Agents
-from hvdlite_launcher.agents.connectors import MOST_CONNECTORS
+from hvdlite_launcher.agents.connection_loop import MOST_CONNECTORS
 from hvdlite_launcher.errors import LauncherError
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.worker_environment import job_dir

@@ -10,8 +10,7 @@ import threading
 from queue import SimpleQueue
 
 import pytest
-from hvdlite_launcher.agents.connection_loop import ConnectionLoop
-from hvdlite_launcher.agents.connectors import Connectors
+from hvdlite_launcher.agents.connection_loop import ConnectionLoop, Connectors
 from hvdlite_launcher.agents.remote_agent import RemoteAgent
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.ssh import why_not_there_yet

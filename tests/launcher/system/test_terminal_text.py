@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hvdlite_launcher.system.terminal_text import command_in_one_line, one_line, visible, visible_bytes, write
+from hvdlite_launcher.system.terminal_text import command_in_one_line, one_line, table, visible, visible_bytes, write
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,3 +68,7 @@ def test_a_full_disk_under_stdout_is_named_as_what_it_is(words):
 def test_a_command_is_one_line_as_it_is_typed():
     assert command_in_one_line(["python", "my é.py"]) == "python 'my é.py'"
     assert command_in_one_line(["sh", "-c", "a\n\x1b[2Jb\udc80"]) == r"sh -c 'a\n\x1b[2Jb\udc80'"
+
+
+def test_cells_stand_below_each_other_and_lines_end_with_their_last_letter():
+    assert table([("PID", "AGE"), ("7", "0:00:01"), ("4242", "")]) == ["PID   AGE", "7     0:00:01", "4242"]
