@@ -18,7 +18,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,30 +42,20 @@ _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*)\])?.*\(
 _FRAME = re.compile(r'  File "(.*)", line ([0-9]{1,9}|\?\?\?) in (.*)')
 
 
+@dataclass(eq=False)
 class Questions:
     """Questions to processes that have called hvd.init(), each on a connection of its own; no call blocks.
 
-    `status_collector` asks with it in the agent, too.
+    ``what`` is asked, also by `status_collector` in the agent. ``on_answer`` is called with the pid; None if a process
+    has ended, or said nonsense, as an answer of more than ``most_bytes`` is. ``open`` are the connections to processes
+    that have not answered, by pid.
     """
 
-    def __init__(
-        self,
-        what: bytes,
-        selector: selectors.BaseSelector,
-        on_answer: Callable[[int, OwnStatus | None], object],
-        most_bytes: int,
-    ) -> None:
-        """``what`` is asked. ``on_answer`` is called with the pid; None if a process has ended, or said nonsense.
-
-        ``selector``: the data of each registration is a function without arguments, which the event loop calls. An
-        answer of more than ``most_bytes`` is nonsense.
-        """
-        self._what = what
-        self._most_bytes = most_bytes
-        self._selector = selector
-        self._on_answer = on_answer
-        self.open: dict[int, socket.socket] = {}
-        """The connections to processes that have not answered, by pid."""
+    what: bytes
+    selector: selectors.BaseSelector
+    on_answer: Callable[[int, OwnStatus | None], object]
+    most_bytes: int
+    open: dict[int, socket.socket] = field(default_factory=dict)
 
     def ask(self, pid: int, path: str) -> bool:
         """Asks the process with this socket; returns False if it has ended.
@@ -80,12 +70,12 @@ class Questions:
         connection.setblocking(False)
         try:
             connection.connect(path)
-            connection.sendall(self._what)
+            connection.sendall(self.what)
         except OSError as error:
             connection.close()
             return isinstance(error, BlockingIOError)
         self.open[pid] = connection
-        self._selector.register(connection, selectors.EVENT_READ, partial(self._read, pid, connection, bytearray()))
+        self.selector.register(connection, selectors.EVENT_READ, partial(self._read, pid, connection, bytearray()))
         return True
 
     def give_up(self) -> None:
@@ -101,13 +91,13 @@ class Questions:
         except OSError:
             data = b""
         answer += data
-        if not data or len(answer) > self._most_bytes:
+        if not data or len(answer) > self.most_bytes:
             self._close(pid)
-            self._on_answer(pid, None if data else read_own(answer))
+            self.on_answer(pid, None if data else read_own(answer))
 
     def _close(self, pid: int) -> None:
         connection = self.open.pop(pid)
-        self._selector.unregister(connection)
+        self.selector.unregister(connection)
         connection.close()
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from queue import Empty, SimpleQueue
 
 from ..elastic.elastic_job import ElasticJob
@@ -61,33 +61,23 @@ from .launcher_stdin import Stdin
 Judgement = FirstFailure | ElasticJob
 
 
+@dataclass(eq=False)
 class Supervisor:
     """The event loop of one running job."""
 
-    def __init__(
-        self,
-        judgement: Judgement,
-        ending: Ending,
-        reports: Reports,
-        *,
-        send_input: Callable[[int, bytes], None],
-        stdin: Stdin,
-        screen: Screen,
-        observers: Sequence[Observer] = (),
-    ) -> None:
-        self._judgement = judgement
-        self._ending = ending
-        self._roster = ending.roster
-        self._reports = reports
-        self._send_input = send_input
-        self._stdin = stdin
-        self._input_for = 0  # the worker that asked for input last
-        self._screen = screen
-        self._observers = observers
+    judgement: Judgement
+    ending: Ending
+    reports: Reports
+    _: KW_ONLY
+    send_input: Callable[[int, bytes], None]
+    stdin: Stdin
+    screen: Screen
+    observers: Sequence[Observer] = ()
+    _input_for: int = 0  # the worker that asked for input last
 
     def run(self, events: SimpleQueue[Event]) -> JobOutcome:
         """Handles events until no worker runs and none will, and returns the outcome."""
-        ending, judgement = self._ending, self._judgement
+        ending, judgement = self.ending, self.judgement
         while (ending.running or (ending.outcome is None and judgement.goes_on)) and not ending.gave_up:
             time_left = ending.time_left_s()
             ring = ending.ring
@@ -102,7 +92,7 @@ class Supervisor:
                 continue
             with contextlib.suppress(Empty):
                 event = events.get(timeout=time_left)
-                for observer in self._observers:
+                for observer in self.observers:
                     observer.on_event(event)
                 self._on(event)
         judgement.settle()
@@ -111,81 +101,82 @@ class Supervisor:
 
     def _others(self) -> Iterator[tuple[float | None, Callable[[], None]]]:
         """Yields the seconds until each other part must be called, and what to call."""
-        yield self._reports.time_left_s(), self._reports.time_passes
-        for observer in self._observers:
+        yield self.reports.time_left_s(), self.reports.time_passes
+        for observer in self.observers:
             yield observer.time_left_s(), observer.time_passes
 
     def _on(self, event: Event) -> None:  # noqa: PLR0912, PLR0915  # one place for the reaction to each event
-        if isinstance(event, OfWorker | Unresponsive) and event.worker not in self._roster:
+        if isinstance(event, OfWorker | Unresponsive) and event.worker not in self.ending.roster:
             # In an elastic job it has ended, or its agent was hung up on. What it has left running may still write.
             if isinstance(event, Output):
-                self._screen.show(event)
+                self.screen.show(event)
             return
         match event:
             case Output():
-                self._roster.note(event)
-                self._screen.show(event)
+                self.ending.roster.note(event)
+                self.screen.show(event)
             case Started():
-                self._roster[event.worker].pid = event.pid
-                self._ending.log(f"{self._name(event.worker)} is pid {event.pid} on {self._roster[event.worker].host}")
+                record = self.ending.roster[event.worker]
+                record.pid = event.pid
+                self.ending.log(f"{self._name(event.worker)} is pid {event.pid} on {record.host}")
             case InitStarted():
-                self._judgement.on_init(event)
+                self.judgement.on_init(event)
             case InitDone():
-                self._ending.log(f"{self._name(event.worker)} is connected")
-                self._judgement.on_init(event)
+                self.ending.log(f"{self._name(event.worker)} is connected")
+                self.judgement.on_init(event)
             case InitFailed():
                 what = "stands by" if event.after == 0 else "left hvd.init() with an exception"
-                self._ending.log(f"{self._name(event.worker)} {what}")
-                self._judgement.on_init(event)
+                self.ending.log(f"{self._name(event.worker)} {what}")
+                self.judgement.on_init(event)
             case Alive():
-                self._judgement.on_alive(event)
+                self.judgement.on_alive(event)
             case Stalled():
-                self._reports.on_stalled(event)
+                self.reports.on_stalled(event)
             case Unresponsive():
-                self._reports.on_unresponsive(event)
+                self.reports.on_unresponsive(event)
             case StatusTold():
-                self._reports.on_told(event)
+                self.reports.on_told(event)
             case WatchAsked() | PeakMemory() | FaultAsked():
                 pass  # for observers
             case ReportAsked():
-                self._reports.on_asked(event)
+                self.reports.on_asked(event)
             case InputWanted():
                 self._input_for = event.worker
-                self._stdin.read()
+                self.stdin.read()
             case InputRead():
-                self._send_input(self._input_for, event.data)
+                self.send_input(self._input_for, event.data)
             case Exited():
-                self._screen.finish(event.worker)
-                self._ending.running.discard(event.worker)
-                self._reports.on_exit(event.worker)
-                self._ending.log(f"{self._name(event.worker)} ended with exit code {shell_code(event.returncode)}")
-                self._judgement.on_exit(event)
+                self.screen.finish(event.worker)
+                self.ending.running.discard(event.worker)
+                self.reports.on_exit(event.worker)
+                self.ending.log(f"{self._name(event.worker)} ended with exit code {shell_code(event.returncode)}")
+                self.judgement.on_exit(event)
             case Refused():
-                self._judgement.on_refused(event)
+                self.judgement.on_refused(event)
             case AgentSaid():
-                self._screen.say(f"{event.host}: {event.text.rstrip()}")
+                self.screen.say(f"{event.host}: {event.text.rstrip()}")
             case Lost():
-                for worker in self._roster.on_host(event.host):
-                    self._ending.running.discard(worker)
-                    self._reports.on_exit(worker)
-                self._judgement.on_lost(event)
+                for worker in self.ending.roster.on_host(event.host):
+                    self.ending.running.discard(worker)
+                    self.reports.on_exit(worker)
+                self.judgement.on_lost(event)
             case LoopFailed():
-                self._judgement.decide(JobOutcome(1, str(event)))
-                self._ending.running.clear()  # their ends cannot be heard of
+                self.judgement.decide(JobOutcome(1, str(event)))
+                self.ending.running.clear()  # their ends cannot be heard of
             case Interrupted():
-                self._ending.interrupt(event.signum, event.at_s)
+                self.ending.interrupt(event.signum, event.at_s)
             case UserSignal():
-                self._ending.pass_on(event.signum)
+                self.ending.pass_on(event.signum)
             case ScreenFailed():
-                if self._ending.outcome is None and not self._judgement.knows_failure:
+                if self.ending.outcome is None and not self.judgement.knows_failure:
                     # When a terminal closes, the write may fail before SIGHUP arrives.
-                    self._ending.effect_of = signal.SIGHUP
-                self._judgement.decide(JobOutcome.without_screen(event))
-                self._ending.end()
+                    self.ending.effect_of = signal.SIGHUP
+                self.judgement.decide(JobOutcome.without_screen(event))
+                self.ending.end()
             case HostsFound() | DiscoveryFailed() | Answered() | NotThereYet():
-                self._judgement.on_hosts(event)
+                self.judgement.on_hosts(event)
             case ScreenDone():
                 raise AssertionError(f"out of turn: {event}")
 
     def _name(self, number: int) -> str:
-        return self._roster.name([number])
+        return self.ending.roster.name([number])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import selectors
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from hvdlite_wire.codec import MessageError
 from hvdlite_wire.store_requests import RequestDecoder, frame
@@ -66,22 +67,18 @@ class Relay:
         self._listens = listen
 
 
+@dataclass(eq=False)
 class _Connection:
-    def __init__(
-        self,
-        connected: socket.socket,
-        cache: Cache,
-        selector: selectors.BaseSelector,
-        closed: Callable[[_Connection], None],
-    ) -> None:
-        self._socket = connected
-        self._cache = cache
-        self._selector = selector
-        self._closed = closed
-        self._decoder = RequestDecoder()
-        self._forget: Callable[[], None] | None = None  # drops the request in progress
-        self._rest = memoryview(b"")  # the unsent rest of the answer
-        selector.register(connected, selectors.EVENT_READ, self._read)
+    _socket: socket.socket
+    _cache: Cache
+    _selector: selectors.BaseSelector
+    _closed: Callable[[_Connection], None]
+    _decoder: RequestDecoder = field(default_factory=RequestDecoder)
+    _forget: Callable[[], None] | None = None  # drops the request in progress
+    _rest: bytes | memoryview = b""  # the unsent rest of the answer
+
+    def __post_init__(self) -> None:
+        self._selector.register(self._socket, selectors.EVENT_READ, self._read)
 
     def close(self) -> None:
         if self._socket.fileno() < 0:
@@ -132,7 +129,7 @@ class _Connection:
         except BlockingIOError:
             pass
         except OSError:
-            self._rest = memoryview(b"")
+            self._rest = b""
             self.close()
 
 

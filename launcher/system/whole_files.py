@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..errors import UsageError, why_not_written
 
@@ -31,26 +32,28 @@ def replace_file(path: str, text: str) -> None:
         raise
 
 
+@dataclass
 class ReplacedFile:
-    """A file that a flag asks for. That it cannot be written is said once, until it can be again."""
+    """A file that a flag asks for. That it cannot be written is said once, until it can be again.
 
-    def __init__(self, name: str, path: str, say: Callable[[str], object], after: str = "") -> None:
-        """``name`` begins what is said, and ``after`` ends it."""
-        self._name = name
-        self._path = path
-        self._say = say
-        self._after = after
-        self._has_failed = False
+    ``name`` begins what is said, and ``after`` ends it.
+    """
+
+    name: str
+    path: str
+    say: Callable[[str], object]
+    after: str = ""
+    _has_failed: bool = False
 
     def write(self, text: str) -> None:
         """Replaces the file by one with this text."""
         has_failed, self._has_failed = self._has_failed, False
         try:
-            replace_file(self._path, text)
+            replace_file(self.path, text)
         except OSError as error:
             self._has_failed = True
             if not has_failed:
-                self._say(f"{self._name}: cannot be written: {why_not_written(error)}{self._after}")
+                self.say(f"{self.name}: cannot be written: {why_not_written(error)}{self.after}")
 
 
 def write_json(flag: str, path: str, data: object, say: Callable[[str], object]) -> None:

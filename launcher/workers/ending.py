@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ..system.signals import signal_name
 from .failure_message import JobOutcome
@@ -26,42 +26,33 @@ SAME_SIGNAL_S = 0.2
 GIVE_UP_S = 1.0
 
 
+@dataclass(eq=False)
 class Ending:
-    """The workers that run, the outcome once it is decided, and the steps of the job's end."""
+    """The workers that run, the outcome once it is decided, and the steps of the job's end.
 
-    def __init__(
-        self,
-        roster: Roster,
-        *,
-        signal_workers: Callable[[Collection[int], int], None],
-        say: Callable[[str], None],
-        log: Callable[[str], None],
-        grace: float,
-        clock: Callable[[], float],
-    ) -> None:
-        """``grace``: seconds from a signal to the launcher to SIGKILL. After a failure it is `FAILURE_GRACE_S` at most.
+    ``grace``: seconds from a signal to the launcher to SIGKILL. After a failure it is `FAILURE_GRACE_S` at most.
+    ``say`` shows a message; ``log`` shows one with ``--verbose`` only.
+    """
 
-        ``say`` shows a message; ``log`` shows one with ``--verbose`` only.
-        """
-        self.roster = roster
-        self.signal_workers = signal_workers
-        self.say = say
-        self.log = log
-        self._grace = grace
-        self.clock = clock
-        self.running: set[int] = set()
-        """The numbers of the workers that run."""
-        self.outcome: JobOutcome | None = None
-        """The outcome of the job, once there is a cause for its end."""
-        self.effect_of = 0
-        """If the launcher receives this signal now, that is the cause, and what set the outcome is its effect."""
-        self.has_killed = False
-        """Whether the workers were sent SIGKILL."""
-        self.gave_up = False
-        """Whether workers did not end after SIGKILL."""
-        self._signalled_at: float | None = None
-        self._is_ending = False
-        self._alarm: tuple[float, Callable[[], None]] | None = None
+    roster: Roster
+    signal_workers: Callable[[Collection[int], int], None]
+    say: Callable[[str], None]
+    log: Callable[[str], None]
+    grace: float
+    clock: Callable[[], float]
+    running: set[int] = field(default_factory=set)
+    """The numbers of the workers that run."""
+    outcome: JobOutcome | None = None
+    """The outcome of the job, once there is a cause for its end."""
+    effect_of: int = 0
+    """If the launcher receives this signal now, that is the cause, and what set the outcome is its effect."""
+    has_killed: bool = False
+    """Whether the workers were sent SIGKILL."""
+    gave_up: bool = False
+    """Whether workers did not end after SIGKILL."""
+    _signalled_at: float | None = None
+    _is_ending: bool = False
+    _alarm: tuple[float, Callable[[], None]] | None = None
 
     def decide(self, outcome: JobOutcome) -> None:
         """Sets the outcome, unless there is an earlier cause."""
@@ -74,9 +65,11 @@ class Ending:
         if not self.running:
             self.say(f"{signal_name(signum)}: no worker runs that it could be passed on to")
         else:
-            count = f"{len(self.running)} worker{'s' if len(self.running) > 1 else ''}"
-            self.say(f"{signal_name(signum)} passed on to {count}, to the processes that handle it")
+            self.say(f"{signal_name(signum)} passed on to {self._count()}, to the processes that handle it")
             self.signal_workers(self.running, signum)
+
+    def _count(self) -> str:
+        return f"{len(self.running)} worker{'s' if len(self.running) > 1 else ''}"
 
     def interrupt(self, signum: int, at_s: float | None = None) -> None:
         """Passes the launcher's first signal on to the workers. A later one, or one while the job ends, kills them.
@@ -90,7 +83,7 @@ class Ending:
             return
         is_effect = self._signalled_at is None and self.effect_of == signum and not self.has_killed
         self._signalled_at = at_s
-        name, workers = signal_name(signum), f"{len(self.running)} worker{'s' if len(self.running) > 1 else ''}"
+        name, workers = signal_name(signum), self._count()
         if self.outcome is not None and not is_effect:
             self.outcome = replace(self.outcome, hasty=True)
             if not self.has_killed:
@@ -100,16 +93,16 @@ class Ending:
         self.outcome = JobOutcome(128 + signum, hasty=True)
         if not self.running:
             return
-        if self._grace == 0:
+        if self.grace == 0:
             self.say(f"{name}: {workers} killed at once (--grace 0)")
             self._kill()
             return
         again = "Ctrl-C again" if signum == signal.SIGINT else "a second signal"
         self.say(
-            f"{name} passed on to {workers}: what still runs in {self._grace:g} s is "
+            f"{name} passed on to {workers}: what still runs in {self.grace:g} s is "
             f"killed ({again}: at once; --grace sets the time)"
         )
-        self.end(signum, self._grace)
+        self.end(signum, self.grace)
 
     def end(self, signum: int = signal.SIGTERM, grace: float | None = None) -> None:
         """Signals the running workers. SIGKILL follows after ``grace``, by default `FAILURE_GRACE_S` at most.
@@ -118,7 +111,7 @@ class Ending:
         """
         if not self.running or (self._is_ending and grace is None):
             return
-        grace = min(self._grace, FAILURE_GRACE_S) if grace is None else grace
+        grace = min(self.grace, FAILURE_GRACE_S) if grace is None else grace
         if grace == 0:
             self._kill()
             return
@@ -131,7 +124,7 @@ class Ending:
     def _end_grace(self) -> None:
         # The user gave workers this time for a checkpoint, and should know that it was too short.
         if self._signalled_at is not None:
-            self.say(f"{self.roster.name(self.running)} still ran after {self._grace:g} s: killed (--grace)")
+            self.say(f"{self.roster.name(self.running)} still ran after {self.grace:g} s: killed (--grace)")
         self._kill()
 
     def _kill(self) -> None:

@@ -284,8 +284,8 @@ _LAUNCHER = [
     Mutant(
         "after a failure workers have the longer grace",
         "launcher/workers/ending.py",
-        "min(self._grace, FAILURE_GRACE_S)",
-        "max(self._grace, FAILURE_GRACE_S)",
+        "min(self.grace, FAILURE_GRACE_S)",
+        "max(self.grace, FAILURE_GRACE_S)",
         (
             "tests/launcher/job/test_supervisor.py::test_who_ignores_the_signal_is_killed_after_the_grace",
             "tests/launcher/job/test_supervisor.py::test_a_grace_that_is_shorter_than_what_a_failure_gives_counts_there_too",
