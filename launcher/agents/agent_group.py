@@ -21,7 +21,9 @@ from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
-from ..errors import LauncherError, in_words, one_reason
+from hvdlite_wire.addresses import LOOPBACK
+
+from ..errors import LauncherError, one_reason
 from ..plan.hosts import AUTO, Host, host_of_label
 from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot
@@ -53,7 +55,6 @@ _FILES_OF_HOST = 3  # the pipes to its ssh client
 _FILES_OF_QUESTION = 7  # while ssh -G is started: both ends of its pipes
 _FILES_BESIDES = 16
 _MOST_NAMED = 4
-_LOOPBACK = "127.0.0.1"
 
 
 class Agents:
@@ -85,16 +86,15 @@ class Agents:
         Hosts that are not there yet are tried again until the start timeout. Shows each failure at once, and raises
         `LauncherError` in the end if there was any.
         """
-        return self._reach(hosts, tells=True, is_patient=True).all()
+        return self.reach(hosts, is_patient=True).all()
 
-    def reach(self, hosts: Collection[Host]) -> AgentAnswers:
-        """Starts the agents as `connect` does, but returns failures too, and tries each host once."""
-        return self._reach(hosts, tells=False, is_patient=False)
+    def reach(self, hosts: Collection[Host], *, is_patient: bool = False) -> AgentAnswers:
+        """Starts the agents as `connect` does, but returns failures too.
 
-    def _reach(self, hosts: Collection[Host], *, tells: bool, is_patient: bool) -> AgentAnswers:
+        Unless ``is_patient``, each host is tried once, and no failure is shown.
+        """
         status = StatusLine()
         log = status.say if self._job.verbose else lambda _: None
-
         far = {host.label for host in hosts if not host.is_here}
 
         def show_missing(missing: Collection[str]) -> None:
@@ -112,15 +112,13 @@ class Agents:
         for agent in self._agents:
             self._greet(agent)
         by_hand = {host.label: self._job.ssh.by_hand(host) for host in hosts}
-        timeout_s = self._job.start_timeout_s
         try:
             return wait_for_agents(
                 by_hand,
                 self._events,
-                timeout_s=timeout_s,
-                say=status.say if tells else log,
+                timeout_s=self._job.start_timeout_s,
+                say=status.say if is_patient else log,
                 log=log,
-                tell_wait=status.say,
                 on_missing=show_missing,
             )
         finally:
@@ -190,8 +188,7 @@ class Agents:
                 why_not_there_yet=why_not_there_yet if is_patient and not host.is_here else None,
             )
         except OSError as error:
-            why = in_words(error) or error.strerror
-            raise LauncherError(f"cannot start {argv[0]} for {host.label}: {why}") from error
+            raise LauncherError(f"cannot start {argv[0]} for {host.label}: {one_reason(error)}") from error
 
     def start(self, slots: Sequence[Slot], hellos: Mapping[str, Hello]) -> None:
         """Starts the workers in ``slots``. Hangs up on agents whose hosts have none."""
@@ -344,7 +341,7 @@ def _connecting(missing: Collection[str], count: int) -> str:
 def _addresses(hosts: Collection[Host], hellos: Mapping[str, Hello]) -> dict[str, str]:
     """Returns the address of each host for the others, by its label; raises `LauncherError` if a host has none."""
     if len(hosts) == 1:
-        return {host.label: _LOOPBACK for host in hosts}
+        return {host.label: LOOPBACK for host in hosts}
     addresses: dict[str, str] = {}
     for host in sorted(hosts, key=lambda host: host.is_here):
         address = hellos[host.label].address

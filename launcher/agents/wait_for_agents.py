@@ -69,7 +69,6 @@ def wait_for_agents(  # noqa: PLR0912  # one place for the reaction to each even
     timeout_s: float,
     say: Callable[[str], object],
     log: Callable[[str], object],
-    tell_wait: Callable[[str], object],
     on_missing: Callable[[Collection[str]], object] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> AgentAnswers:
@@ -105,11 +104,7 @@ def wait_for_agents(  # noqa: PLR0912  # one place for the reaction to each even
             break
         match event:
             case Answered():
-                log(
-                    f"{event.host} answers, at {event.hello.address}"
-                    if event.hello.address
-                    else f"{event.host} answers"
-                )
+                log(f"{event.host} answers" + (f", at {event.hello.address}" if event.hello.address else ""))
                 waiting.discard(event.host)
                 greeted.hellos[event.host] = event.hello
             case Lost(host, why):
@@ -119,7 +114,7 @@ def wait_for_agents(  # noqa: PLR0912  # one place for the reaction to each even
                 raise LauncherError(str(event))
             case NotThereYet(host, cause, why):
                 if host not in not_there:
-                    tell_wait(not_there_yet(host, cause, timeout_s))
+                    say(not_there_yet(host, cause, timeout_s))
                 not_there[host] = why
             case AgentSaid():
                 log(f"{event.host}: {event.text.rstrip()}")

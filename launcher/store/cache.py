@@ -68,7 +68,7 @@ class Cache:
         self._next_number = 0  # of a request to the launcher
         self._revoked = Revoke(0, "")
 
-    def request(self, operation: StoreRequest, payload: bytes, reply: Reply) -> Callable[[], None]:
+    def request(self, operation: StoreRequest, payload: bytes, reply: Reply) -> Callable[[], object]:
         """Calls ``reply(outcome, payload)`` once, now or later. Returns a function that cancels the request.
 
         It is called if the worker disconnects before the answer.
@@ -114,7 +114,7 @@ class Cache:
             case Revoke():
                 self._revoke(message)
 
-    def _read(self, keys: list[bytes], with_values: bool, reply: Reply) -> Callable[[], None]:
+    def _read(self, keys: list[bytes], with_values: bool, reply: Reply) -> Callable[[], object]:
         values = self._values
         if any(map(self._is_revoked, keys)):
             reply(FAILED, self._revoked.why.encode())
@@ -152,12 +152,12 @@ class Cache:
             self._forget(reader, reader.keys)
             reader.reply(FAILED, revoked.why.encode())
 
-    def _ask(self, operation: StoreRequest, payload: bytes, reply: Reply) -> Callable[[], None]:
+    def _ask(self, operation: StoreRequest, payload: bytes, reply: Reply) -> Callable[[], object]:
         number = self._next_number
         self._next_number = (number + 1) % _NUMBERS
         self._asked[number] = reply
         self._send(Ask(number, operation, payload))
-        return lambda: self._asked.update({number: _ignore}) if number in self._asked else None
+        return lambda: self._asked.pop(number, None)
 
     def _announce(self, what: type[_Announcement], parts: list[bytes]) -> None:
         if what is InitFailed and len(parts) == 3:
@@ -197,8 +197,4 @@ class Cache:
 
 
 def _nothing() -> None:
-    pass
-
-
-def _ignore(code: int, payload: bytes) -> None:
     pass

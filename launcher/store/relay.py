@@ -74,7 +74,7 @@ class _Connection:
     _selector: selectors.BaseSelector
     _closed: Callable[[_Connection], None]
     _decoder: RequestDecoder = field(default_factory=RequestDecoder)
-    _forget: Callable[[], None] | None = None  # drops the request in progress
+    _forget: Callable[[], object] | None = None  # drops the request in progress
     _rest: bytes | memoryview = b""  # the unsent rest of the answer
 
     def __post_init__(self) -> None:

@@ -93,11 +93,7 @@ def _visible(gpus: int, devices: str | None) -> int:
 
 def boot_id() -> str | None:
     """Returns an identifier of this machine's current boot; None if the system has none."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return None
+    return _read("/proc/sys/kernel/random/boot_id").strip() or None
 
 
 def machine_id() -> str | None:

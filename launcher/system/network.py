@@ -71,9 +71,7 @@ def is_own_address(address: str) -> bool:
         wanted = ipaddress.ip_address(address)
     except ValueError:
         return False
-    if wanted.is_loopback:
-        return True
-    return any(ipaddress.ip_address(own) == wanted for addresses in interfaces().values() for own in addresses)
+    return wanted.is_loopback or interface_with(address) is not None
 
 
 def reserve_port() -> socket.socket:

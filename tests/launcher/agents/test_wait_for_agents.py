@@ -21,7 +21,6 @@ def _gather(hosts, *events):
             timeout_s=60,
             say=said.append,
             log=logged.append,
-            tell_wait=said.append,
             clock=lambda: script.now,
         )
         hellos = greeted.all()
