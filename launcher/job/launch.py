@@ -48,14 +48,7 @@ from ..system import process_tree
 from ..system.signals import signals_as_bytes
 from ..system.terminal_text import say
 from ..system.whole_files import require_directory, require_writable, write_json, write_text
-from ..wire.messages import (
-    Event,
-    HostsFound,
-    Interrupted,
-    ReportAsked,
-    ScreenDone,
-    UserSignal,
-)
+from ..wire.messages import Event, HostsFound, Interrupted, ReportAsked, ScreenDone, UserSignal
 from ..workers.ending import Ending
 from ..workers.failure_message import JobOutcome
 from ..workers.first_failure import FirstFailure
@@ -94,10 +87,12 @@ def launch(job: JobSpec, store: Store | None = None) -> JobOutcome:
     json_log = None
     if (log_file := job.log_json) is not None:
         json_log = _or_without(job, lambda: JsonLog(log_file, is_continued=job.attempt > 0), "it")
-    start = _start_static if job.elastic is None else _start_elastic
     shared = Store() if store is None else store
     with signals_as_events(events), Agents(job, events, shared) as agents, contextlib.ExitStack() as to_close:
-        running = start(job, events, agents, shared, to_close, json_log)
+        if job.elastic is None:
+            running = _start_static(job, events, agents, json_log)
+        else:
+            running = _start_elastic(job, events, agents, shared, to_close, json_log)
         screen, ending = running.screen, running.ending
 
         def send_input(worker: int, data: bytes) -> None:
@@ -209,16 +204,8 @@ class _Views:
                 write_text("--summary", self._job.summary_file, page, self._screen.say)
 
 
-def _start_static(
-    job: JobSpec,
-    events: SimpleQueue[Event],
-    agents: Agents,
-    store: Store,
-    to_close: contextlib.ExitStack,
-    json_log: JsonLog | None,
-) -> _Running:
+def _start_static(job: JobSpec, events: SimpleQueue[Event], agents: Agents, json_log: JsonLog | None) -> _Running:
     """Starts all workers of a job whose ranks stay the same."""
-    del store, to_close
     slots = None if any(host.slots == AUTO for host in job.hosts) else plan_slots(job.hosts, job.size)
     files = None if slots is None else _output_files(job, slots)
     hosts = job.hosts if slots is None else tuple(dict.fromkeys(slot.host for slot in slots))
