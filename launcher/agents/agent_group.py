@@ -32,7 +32,7 @@ from ..plan.worker_environment import job_dir, slot_environment
 from ..store.server import Store
 from ..system import open_files, process_tree
 from ..system.network import address_towards, own_address, some_address
-from ..system.status_line import StatusLine
+from ..system.terminal_text import StatusLine
 from ..wire.messages import (
     AskStatus,
     Event,

@@ -277,7 +277,7 @@ class Agent:
         """Starts workers as new processes; if one cannot be started, says why and starts no more of them."""
         left = list(workers)
         try:
-            for worker in start_workers(job.spec, workers, job.directory, job.interface):
+            for worker in start_workers(job.spec, workers, job.environment()):
                 left.remove(worker.number)
                 self._on_started(worker)
         except CannotStartError as error:

@@ -77,14 +77,13 @@ def common_environment(job: StartJob, job_dir: str, interface: str | None) -> di
 
 
 def start_workers(
-    job: StartJob, workers: Mapping[int, Mapping[str, str]], job_dir: str, interface: str | None
+    job: StartJob, workers: Mapping[int, Mapping[str, str]], common: Mapping[str, str]
 ) -> Iterator[Worker]:
     """Starts these workers of the job one by one and yields each; only worker 0 has a standard input.
 
-    Each leads a session of its own. ``workers`` are their own variables, by their numbers. ``interface`` is the network
-    interface towards the job's other hosts.
+    Each leads a session of its own. ``workers`` are their own variables, by their numbers; ``common`` are the others.
     """
-    command, common = command_of(job), common_environment(job, job_dir, interface)
+    command = command_of(job)
     set_up = open_files.setting_back(process_tree.dying_with_parent())
     for number, own in workers.items():
         environment = {**common, **own}

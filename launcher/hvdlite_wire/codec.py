@@ -108,7 +108,8 @@ def _reader_of(hint: Any) -> _Reader:  # noqa: PLR0911, PLR0912  # a case for ea
         return _checked(_reader_of(arguments[0]), *hint.__metadata__)
     if origin in (Union, types.UnionType):
         (inner,) = (each for each in arguments if each is not types.NoneType)
-        return _or_none(_reader_of(inner))
+        read = _reader_of(inner)
+        return lambda value: None if value is None else read(value)
     if origin is Literal:
         return _one_of(arguments)
     if origin is tuple and arguments[1:] == (...,):
@@ -156,10 +157,6 @@ def _checked(inner: _Reader, *checks: _Reader) -> _Reader:
         return value
 
     return check
-
-
-def _or_none(inner: _Reader) -> _Reader:
-    return lambda value: None if value is None else inner(value)
 
 
 def _one_of(allowed: tuple[Any, ...], convert: Callable[[Any], Any] = _as_it_is) -> _Reader:
@@ -234,13 +231,9 @@ def _values_of(of: Any) -> Callable[[Any], tuple[Any, ...]]:
     return lambda value: tuple(getattr(value, name) for name in names)
 
 
-def _is_record(hint: Any) -> bool:
-    return is_dataclass(hint) or hasattr(hint, "_fields")
-
-
 def _hints_of(of: Any) -> list[tuple[str, Any]]:
     """Returns the fields of a dataclass or NamedTuple, and their types."""
-    if not _is_record(of):
+    if not (is_dataclass(of) or hasattr(of, "_fields")):
         raise TypeError(f"{of} cannot be sent")
     hints = get_type_hints(of, include_extras=True)
     names = of._fields if hasattr(of, "_fields") else [field.name for field in fields(of)]

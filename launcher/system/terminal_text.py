@@ -1,4 +1,4 @@
-"""Makes text from workers and hosts safe to show on a terminal: control characters become visible.
+"""What the launcher writes to a terminal. Text of workers and hosts is made safe: control characters become visible.
 
 A worker, ssh, or an agent on another host may write any bytes. On a terminal they could change its title, hide lines,
 or draw lines that no program wrote. ``ESC`` is shown as ``\\x1b``, and so are other control characters, except those
@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TextIO
 
 from ..errors import LauncherError
@@ -29,6 +29,7 @@ _CONTROLS = re.compile(
 )
 # Bytes that could not be decoded are surrogates in a str.
 _CONTROLS_IN_TEXT = re.compile(_COLOUR + "|[\x00-\x08\x0b-\x1f\x7f-\x9f\udc80-\udc9f]")
+_ERASE, _UNWRAPPED, _WRAPPED = "\r\x1b[K", "\x1b[?7l", "\x1b[?7h"
 _STEPS = re.compile(_COLOUR.encode() + rb"|[ -~]|\x08")
 
 
@@ -113,3 +114,31 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns a line for each row of texts: cells to the left of their columns, as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+class StatusLine:
+    """One line that says what is being waited for, and goes away. Where ``stream`` is no terminal, nothing is written.
+
+    `agents` shows one while it connects to hosts. Once a job runs, `screen.job_screen` owns the terminal.
+    """
+
+    def __init__(self, stream: TextIO | None = None, environ: Mapping[str, str] = os.environ) -> None:
+        """``stream`` is stderr by default."""
+        self._stream = sys.stderr if stream is None else stream
+        self._is_on = self._stream.isatty() and environ.get("TERM") != "dumb"
+        self._text = ""
+
+    def show(self, text: str) -> None:
+        """Draws this text in place of the last one; "" removes it. It is cut at the terminal's width."""
+        if self._is_on and text != self._text:
+            line = f"{_UNWRAPPED}hvdlite-run: {visible(text)}{_WRAPPED}" if text else ""
+            self._stream.write((_ERASE if self._text else "") + line)
+            self._stream.flush()
+            self._text = text
+
+    def say(self, text: str) -> None:
+        """Writes a line of the launcher above it."""
+        shown = self._text
+        self.show("")
+        say(text) if self._stream is sys.stderr else say(f"hvdlite-run: {text}\n", self._stream)
+        self.show(shown)

@@ -6,10 +6,7 @@
 
 To end a job the launcher sends `SignalWorkers`, and at last closes the agent's stdin: the agent then kills what is
 left. The messages about the rendezvous store are in `store_messages`, and `agent_frames` encodes both as bytes. The
-types of the fields say what is allowed in what was received.
-`Answered`, `Lost`, `LoopFailed`, `AgentSaid`, `HostsFound`, `DiscoveryFailed`, `Unresponsive`, `FaultAsked`,
-`Interrupted`, `InputRead`, `ReportAsked`, `UserSignal`, `ScreenFailed` and `ScreenDone` are created in
-the launcher and never sent.
+types of the fields say what is allowed in what was received. A `LauncherEvent` is made in the launcher and never sent.
 
 ``worker`` is a worker's number, which identifies it during the whole job. Its rank is in its `Slot` (see `slots`).
 """
@@ -376,8 +373,10 @@ LauncherEvent = (
     | UserSignal
     | Interrupted
     | InputRead
+    | ScreenFailed
+    | ScreenDone
 )
-Event = WorkerEvent | LauncherEvent | ScreenFailed | ScreenDone
+Event = WorkerEvent | LauncherEvent
 
 
 # -------------------------------------------------------------- commands

@@ -67,7 +67,7 @@ def main(cwd: str, *command: str) -> None:
     assert process_tree.adopt_orphans()
     environment = {**os.environ, "TMPDIR": cwd}
     job = StartJob("t", command, cwd, environment, False, (), False, False, True, 2, {})
-    (worker,) = start_workers(job, {5: OWN}, cwd, "lo")
+    (worker,) = start_workers(job, {5: OWN}, common_environment(job, cwd, "lo"))
     print(json.dumps({"new": outcome(worker), "forked": forked(job, cwd)}))
     process_tree.kill_descendants()
 

@@ -250,11 +250,9 @@ def _start_workers(
     variables: _Variables,
     job: StartJob,
     workers: Mapping[int, Mapping[str, str]],
-    job_dir: str,
-    interface: str | None,
+    common: Mapping[str, str],
 ) -> Iterator[Worker]:
     """Does as `start_workers`, with copies where that makes no difference."""
-    common = start_workers.common_environment(job, job_dir, interface)
     command = start_workers.command_of(job)
     for number, own in workers.items():
         environment = {**common, **own}
@@ -265,7 +263,7 @@ def _start_workers(
         if worker is not None:
             yield worker
         else:
-            yield from start_workers.start_workers(job, {number: own}, job_dir, interface)
+            yield from start_workers.start_workers(job, {number: own}, common)
 
 
 def _is_like_this(command: PythonCommand, environment: Mapping[str, str], variables: _Variables) -> bool:

@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from hvdlite_launcher.system.status_line import StatusLine
+from hvdlite_launcher.system.terminal_text import StatusLine
 
 
 class Terminal(io.StringIO):
