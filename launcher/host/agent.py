@@ -66,6 +66,8 @@ from .start_workers import CannotStartError, Worker, command_of, common_environm
 from .status_collector import StatusCollector
 from .worker_pipes import WorkerOutput, WorkerStdin
 
+_Timed = Channel | KilledWorkers | ForkedWorkers | Relay
+
 _PIPE_BYTES = 1 << 20
 # Of each worker: the ends of its pipes, its connections to the store, a question to it, and the pidfds of its threads.
 _FILES_OF_WORKER = 10
@@ -122,6 +124,7 @@ class Agent:
         self._killed: dict[int, Worker] = {}  # those whose end is told, and that are not reaped yet, by pid
         self._killed_workers = KilledWorkers(self._selector, self._on_killed)
         self._forked_workers = ForkedWorkers(self._selector, self._on_started)
+        self._timed: list[_Timed] = [self._channel, self._killed_workers, self._forked_workers]
         self._groups: list[int] = []  # without ``adopts``: the workers' process groups that may have processes
         self._stdins: dict[int, WorkerStdin] = {}  # by the worker's number
         self._job: HostJob | None = None
@@ -137,13 +140,11 @@ class Agent:
         self._listen(self._signals, self._read_signals)
         try:
             while os.getppid() == self._parent and not self._channel.closed:
-                waits = (self._channel, self._killed_workers, self._forked_workers)
-                times = [each.time_left_s() for each in waits]
+                times = [each.time_left_s() for each in self._timed]
                 for key, _ in self._selector.select(min((each for each in times if each is not None), default=None)):
                     key.data()
-                self._channel.tick()
-                self._killed_workers.tick()
-                self._forked_workers.tick()
+                for timed in self._timed:
+                    timed.tick()
                 self._channel.flush()
                 self._worker_output.hold_up()
         finally:
@@ -232,6 +233,7 @@ class Agent:
             self._report_directory(path)
             job.cache = Cache(self._send_of_worker, job.started)
             job.relay = Relay(store_socket(path), job.cache, self._selector)
+            self._timed.append(job.relay)
         except OSError as error:
             why = in_words(OSError(error.errno, "")) or error.strerror or str(error)
             what = f"cannot create the job's directory in {directory}, and a socket in it"

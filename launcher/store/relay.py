@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,17 +21,18 @@ from hvdlite_wire.store_requests import RequestDecoder, frame
 from .cache import Cache
 
 _READ_BYTES = 1 << 16
+_RETRY_S = 0.2
 
 
 class Relay:
     """Listens until `close`, which closes all connections too."""
 
     def __init__(self, path: str, cache: Cache, selector: selectors.BaseSelector) -> None:
-        """``selector``: the data of each registration is a function without arguments, which the event loop calls."""
         self._cache = cache
         self._selector = selector
         self._connections: set[_Connection] = set()
         self._listens, self._is_closed = True, False
+        self._retry_at = 0.0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         self._listener.bind(path)
@@ -49,7 +51,8 @@ class Relay:
             connected, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError:  # too many open files: new workers wait until a connection is closed
+        except OSError:  # too many open files, here or on the machine: new workers wait for a moment
+            self._retry_at = time.monotonic() + _RETRY_S
             self._listen(False)
             return
         connected.setblocking(False)
@@ -58,6 +61,15 @@ class Relay:
     def _closed(self, connection: _Connection) -> None:
         self._connections.discard(connection)
         self._listen(not self._is_closed)
+
+    def time_left_s(self) -> float | None:
+        """Returns the seconds until `tick` must be called, or None."""
+        return None if self._listens else max(0.0, self._retry_at - time.monotonic())
+
+    def tick(self) -> None:
+        """Accepts connections again, if that has failed a while ago."""
+        if not self._listens and self._retry_at <= time.monotonic():
+            self._listen(True)
 
     def _listen(self, listen: bool) -> None:
         if listen and not self._listens:

@@ -8,6 +8,7 @@ import socket
 import struct
 
 import pytest
+from hvdlite_launcher.store import relay
 from hvdlite_launcher.store.cache import Cache
 from hvdlite_launcher.store.relay import Relay
 from hvdlite_launcher.wire.store_messages import Answer, Ask, Have, Want
@@ -166,6 +167,22 @@ def test_where_no_more_files_may_be_opened_the_next_waits_until_one_has_gone(hos
     host.step()
     _ask(host, second, StoreRequest.WAIT)
     assert _answer(second) == frame(DONE, b"")
+
+
+def test_where_no_file_may_be_opened_for_a_moment_it_is_tried_again_though_none_has_gone(host, monkeypatch):
+    def refuse(_):
+        raise OSError(errno.ENFILE, "too many open files on the machine")
+
+    monkeypatch.setattr(relay, "_RETRY_S", 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(socket.socket, "accept", refuse)
+        only = host.connect()
+    assert host.relay.time_left_s() == 0
+    host.relay.tick()
+    assert host.relay.time_left_s() is None
+    host.step()
+    _ask(host, only, StoreRequest.WAIT)
+    assert _answer(only) == frame(DONE, b"")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
