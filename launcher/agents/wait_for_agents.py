@@ -100,7 +100,8 @@ def wait_for_agents(  # noqa: PLR0912  # one place for the reaction to each even
             event = events.get(timeout=max(0.0, give_up_at - clock()))
         except Empty:
             for host in sorted(waiting):
-                fail(host, _why_late(not_there.get(host), hosts[host], timeout_s))
+                late = f"no answer within {timeout_s:g} s: try {hosts[host]}, or allow more time with --start-timeout"
+                fail(host, still_not_there(not_there[host], timeout_s) if host in not_there else late)
             break
         match event:
             case Answered():
@@ -130,12 +131,6 @@ def wait_for_agents(  # noqa: PLR0912  # one place for the reaction to each even
 def not_there_yet(host: str, cause: str, timeout_s: float) -> str:
     """Returns what is told of a host that cannot be connected to yet."""
     return f"waiting for {host}: {cause}; trying again until {timeout_s:g} s are over (--start-timeout)"
-
-
-def _why_late(why: str | None, by_hand: str, timeout_s: float) -> str:
-    if why is None:
-        return f"no answer within {timeout_s:g} s: try {by_hand}, or allow more time with --start-timeout"
-    return still_not_there(why, timeout_s)
 
 
 def still_not_there(why: str, timeout_s: float) -> str:

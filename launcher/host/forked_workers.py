@@ -77,10 +77,7 @@ class ForkedWorkers:
         on_started: Callable[[Worker], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``selector``: the data of each registration is a function without arguments, which the event loop calls.
-
-        ``on_started`` is called before the worker's program begins.
-        """
+        """``on_started`` is called before the worker's program begins."""
         self._selector = selector
         self._on_started = on_started
         self._clock = clock

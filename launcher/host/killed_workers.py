@@ -34,16 +34,9 @@ _PIDFD_THREAD = os.O_EXCL
 class KilledWorkers:
     """The workers that are watched, by pid. ``on_killed(pid, signum)`` is called at most once for each."""
 
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        on_killed: Callable[[int, int], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """``selector``: the data of each registration is a function without arguments, which the event loop calls."""
+    def __init__(self, selector: selectors.BaseSelector, on_killed: Callable[[int, int], None]) -> None:
         self._selector = selector
         self._on_killed = on_killed
-        self._clock = clock
         self._open_pidfd = _opener()
         self._pidfds: dict[int, set[int]] = {}
         self._looks: dict[int, int] = {}  # how often to look yet, at those of which a thread has ended
@@ -81,16 +74,16 @@ class KilledWorkers:
 
     def time_left_s(self) -> float | None:
         """Returns the seconds until `tick` must be called, or None."""
-        return max(0.0, self._look_at - self._clock()) if self._looks else None
+        return max(0.0, self._look_at - time.monotonic()) if self._looks else None
 
     def tick(self) -> None:
         """Looks again at those of which a thread has ended."""
-        if self._looks and self._clock() >= self._look_at:
+        if self._looks and time.monotonic() >= self._look_at:
             for pid in list(self._looks):
                 self._look(pid)
 
     def _look(self, pid: int) -> None:
-        self._look_at = self._clock() + _LOOK_EACH_S
+        self._look_at = time.monotonic() + _LOOK_EACH_S
         self._looks[pid] -= 1
         signum = killed_by(pid)
         if signum is not None:

@@ -27,7 +27,6 @@ class WorkerOutput:
     """The output pipes of all workers. What is read from them is sent as `Output` messages, split anywhere."""
 
     def __init__(self, selector: selectors.BaseSelector, channel: Channel) -> None:
-        """``selector``: the data of each registration is a function without arguments, which the event loop calls."""
         self._selector = selector
         self._channel = channel
         self._forwarders: dict[int, Callable[[], object]] = {}  # by the file descriptor that each reads
@@ -94,7 +93,6 @@ class WorkerStdin:
     """The input of one worker, written a piece at a time: ``ask`` is called for each, first at the start."""
 
     def __init__(self, pipe: IO[bytes], selector: selectors.BaseSelector, ask: Callable[[], None]) -> None:
-        """``selector``: the data of each registration is a function without arguments, which the event loop calls."""
         self._pipe = pipe
         self._selector = selector
         self._ask = ask

@@ -8,7 +8,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -148,7 +147,7 @@ def test_a_process_is_killed_only_when_no_thread_goes_on():
 def test_without_pidfds_of_threads_nothing_is_watched(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(syscall=lambda *_: -1))
     with selectors.DefaultSelector() as selector:
-        workers = KilledWorkers(selector, lambda *_: pytest.fail("nothing is watched"), time.monotonic)
+        workers = KilledWorkers(selector, lambda *_: pytest.fail("nothing is watched"))
         workers.watch(os.getpid())
         assert not selector.get_map()
         assert workers.time_left_s() is None
