@@ -27,7 +27,7 @@ from ..errors import LauncherError, one_reason
 from ..plan.hosts import AUTO, Host, host_of_label
 from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot
-from ..plan.ssh import explain, why_not_there_yet
+from ..plan.ssh import explain
 from ..plan.worker_environment import job_dir, slot_environment
 from ..store.server import Store
 from ..system import open_files, process_tree
@@ -185,7 +185,7 @@ class Agents:
                 connectors=self._connectors,
                 store=self._store,
                 explain=partial(explain, host, self._job.ssh),
-                why_not_there_yet=why_not_there_yet if is_patient and not host.is_here else None,
+                is_patient=is_patient,
             )
         except OSError as error:
             raise LauncherError(f"cannot start {argv[0]} for {host.label}: {one_reason(error)}") from error

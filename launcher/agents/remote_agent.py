@@ -24,7 +24,7 @@ from typing import IO
 
 from ..errors import ProtocolError, one_reason
 from ..plan.hosts import Host
-from ..plan.ssh import SSH_FAILED, killed_by, last_words
+from ..plan.ssh import SSH_FAILED, killed_by, last_words, why_not_there_yet
 from ..store.server import Store
 from ..system.open_files import as_before
 from ..system.signals import signal_name
@@ -94,6 +94,17 @@ class _Attempt:
     noise: bytes = b""
     spoke: bool = False
 
+    def discard(self) -> None:
+        """Kills the process, which the agent has not been greeted by, and waits for it."""
+        self.process.kill()
+        self.process.wait()
+        self.close()
+
+    def close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
 
 class RemoteAgent:
     """A running agent. Its events are put into ``events``; hanging up ends all processes of the job on its host."""
@@ -108,12 +119,12 @@ class RemoteAgent:
         connectors: Connectors,
         store: Store,
         explain: Callable[[int, str], str],
-        why_not_there_yet: Callable[[int, str], str | None] | None = None,
+        is_patient: bool = False,
     ) -> None:
         """``argv`` starts the agent. ``explain(returncode, stderr)`` returns the reason if it ends before its `Hello`.
 
-        If ``why_not_there_yet`` returns a text for the same arguments, such an end is the event `NotThereYet`, and the
-        agent is started again, by one of the ``connectors``, until it is hung up on. Without it there is one attempt.
+        ``is_patient``: if the reason is that its host is not there yet, that is the event `NotThereYet`, and the agent
+        is started again, by one of the ``connectors``, until it is hung up on. Otherwise there is one attempt.
 
         ``store`` answers the workers' requests, in the thread of ``loop`` and not in the event loop of the job, which
         has to react fast. Raises OSError if there cannot be a process. What it sends is read once it is greeted.
@@ -128,7 +139,7 @@ class RemoteAgent:
         self._ended: set[int] = set()
         self._store = store
         self._explain = explain
-        self._why_not_there_yet = why_not_there_yet
+        self._is_patient = is_patient
         self._argv = argv
         self._pause_s = _FIRST_PAUSE_S
         self._greeting = b""
@@ -164,7 +175,7 @@ class RemoteAgent:
 
     def discard(self) -> None:
         """Ends an agent that was not greeted, and so has started nothing."""
-        _discard(self._attempt)
+        self._attempt.discard()
 
     def kill(self) -> None:
         """Kills the agent on this machine, or the ssh client to it: its host is lost, as by an accident."""
@@ -190,7 +201,7 @@ class RemoteAgent:
 
     def close(self) -> None:
         """Closes its pipes, once it has ended, and so has the loop."""
-        _close_all(self._attempt.process)
+        self._attempt.close()
 
     # ---------------------- in the loop's thread, but for the starts: the process
 
@@ -324,7 +335,7 @@ class RemoteAgent:
             if not self._dismissed:
                 self._call(self._replace, attempt)
                 return
-        _discard(attempt)
+        attempt.discard()
 
     def _replace(self, attempt: _Attempt) -> None:
         with self._lock:
@@ -334,7 +345,7 @@ class RemoteAgent:
             self._begin()
         else:
             attempt.process.kill()
-            self._connectors.call(partial(_discard, attempt), self._fail)
+            self._connectors.call(attempt.discard, self._fail)
 
     def _close_pipes(self) -> None:
         """Closes the pipes of an agent that sends no more, but for stderr as long as anything holds that open."""
@@ -423,9 +434,7 @@ class RemoteAgent:
         return killed_by(returncode) or last_words(self._attempt.words) or _UNEXPECTED
 
     def _not_there(self, returncode: int, words: str) -> str | None:
-        if self._why_not_there_yet is None or self._greeted:
-            return None
-        return self._why_not_there_yet(returncode, words)
+        return why_not_there_yet(returncode, words) if self._is_patient and not self._greeted else None
 
     def _read_words(self) -> None:
         stderr = self._attempt.process.stderr
@@ -442,20 +451,6 @@ class RemoteAgent:
             self._attempt.room -= len(data)
             more = "" if self._attempt.room > 0 else "\n... (the rest is not shown)"
             self._events.put(AgentSaid(self.host.label, text + more))
-
-
-def _discard(attempt: _Attempt) -> None:
-    """Kills a process that the agent has not been greeted by, and waits for it."""
-    process = attempt.process
-    process.kill()
-    process.wait()
-    _close_all(process)
-
-
-def _close_all(process: subprocess.Popen[bytes]) -> None:
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        if pipe is not None:
-            pipe.close()
 
 
 def _with_absolute_python_path() -> dict[str, str]:

@@ -13,7 +13,6 @@ import pytest
 from hvdlite_launcher.agents.connection_loop import ConnectionLoop, Connectors
 from hvdlite_launcher.agents.remote_agent import RemoteAgent
 from hvdlite_launcher.plan.hosts import Host
-from hvdlite_launcher.plan.ssh import why_not_there_yet
 from hvdlite_launcher.store.server import Store
 from hvdlite_launcher.version import VERSION
 from hvdlite_launcher.wire.agent_frames import MARK, encode
@@ -222,7 +221,7 @@ def patient_agent(tmp_path, loop, script=NOT_THERE):
         events,
         loop,
         explain=lambda code, words: f"explained: {words.strip()}",
-        why_not_there_yet=why_not_there_yet,
+        is_patient=True,
     )
     agent.greet(count_slots=False, interface=None)
     return agent, events
