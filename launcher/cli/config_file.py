@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator
 import yaml
 
 from ..errors import UsageError
-from ..system.user_file import name_file, read_user_file
+from ..system.user_files import name_file, read_user_file
 from .flag_parser import Parser, Value, closest
 
 _MAX_BYTES = 1 << 18

@@ -47,7 +47,7 @@ from ..store.server import Store
 from ..system import process_tree
 from ..system.signals import signals_as_bytes
 from ..system.terminal_text import say
-from ..system.whole_files import require_directory, require_writable, write_json, write_text
+from ..system.user_files import require_directory, require_writable, write_json, write_text
 from ..wire.messages import Event, HostsFound, Interrupted, ReportAsked, ScreenDone, UserSignal
 from ..workers.ending import Ending
 from ..workers.failure_message import JobOutcome

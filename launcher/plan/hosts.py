@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import UsageError
 from ..system.network import is_own_address
-from ..system.user_file import name_file, read_user_file
+from ..system.user_files import name_file, read_user_file
 
 AUTO = 0  # slots not yet counted; no host has 0
 

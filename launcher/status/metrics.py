@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ..system.whole_files import ReplacedFile
+from ..system.user_files import ReplacedFile
 from ..version import VERSION
 from .job_facts import JobFacts
 from .rank_status import RankStatus

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 
-from hvdlite_launcher.system import user_file
-from hvdlite_launcher.system.user_file import read_user_file
+from hvdlite_launcher.system import user_files
+from hvdlite_launcher.system.user_files import read_user_file
 
 
 def test_a_pipe_to_which_nobody_has_written_is_waited_for_and_named(tmp_path, monkeypatch):
@@ -21,8 +21,8 @@ def test_a_pipe_to_which_nobody_has_written_is_waited_for_and_named(tmp_path, mo
         pipe.write_text("node1 slots=2\n")
 
     os.mkfifo(pipe)
-    monkeypatch.setattr(user_file, "say", say)
-    monkeypatch.setattr(user_file, "_LONG_S", 0.0)
+    monkeypatch.setattr(user_files, "say", say)
+    monkeypatch.setattr(user_files, "_LONG_S", 0.0)
     writer = threading.Thread(target=write)
     writer.start()
     assert read_user_file(str(pipe), max_bytes=100, what="a hostfile") == b"node1 slots=2\n"

@@ -5,7 +5,7 @@ import os
 
 import pytest
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.system.whole_files import replace_file, require_directory, require_writable, write_json
+from hvdlite_launcher.system.user_files import replace_file, require_directory, require_writable, write_json
 
 
 @pytest.mark.parametrize(
