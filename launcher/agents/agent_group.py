@@ -1,10 +1,7 @@
 """
 `Agents`: the agents of all hosts of a job. Starts them in parallel, sends each host's part of the job, and ends them.
 
-An agent is a process on a host, started over ssh or directly; `remote_agent.RemoteAgent` is the launcher's end of the
-connection, which puts what the agent sends into one queue of events. Until each agent has answered the first message or
-failed, the function `wait_for_agents` handles these events. Later events are handled by `supervisor`
-for a job, and by `ask_hosts` for ``--check``.
+An agent is a process on a host, started over ssh or directly; a `RemoteAgent` is the launcher's end of the connection.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The launcher's connection to one agent: starts it on its host, sends it commands, and receives its events.
 
-`agent_group` creates one per host. `plan.ssh` builds the command that reaches another host, which is
-`host.remote_parent`; that starts `host.agent`, the other end. Events go to a queue that `wait_for_agents` reads first,
-then `supervisor` (or, with ``--check``, `ask_hosts`); requests to the rendezvous store go to `store.server`. All that
-is read and written is in the thread of a `connection_loop`, where nothing blocks: an agent that does not answer delays
-no other.
+`plan.ssh` builds the command that reaches another host, which is `host.remote_parent`; that starts `host.agent`, the
+other end. Events go to a queue, and requests to the rendezvous store to `store.server`. All that is read and written is
+in the thread of a `connection_loop`, where nothing blocks: an agent that does not answer delays no other.
 """
 
 from __future__ import annotations

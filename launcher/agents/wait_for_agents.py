@@ -1,7 +1,4 @@
-"""Waits until the agents of all hosts have answered or failed, and reports each failure at once.
-
-Called by `agent_group`. Later events are handled in `supervisor`, or in `ask_hosts` for ``--check``.
-"""
+"""Waits until the agents of all hosts have answered or failed, and reports each failure at once."""
 
 from __future__ import annotations
 

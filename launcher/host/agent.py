@@ -1,9 +1,8 @@
 """The agent process: starts one host's workers, and ends every process that they leave behind.
 
 `remote_parent` forks it, and cleans up if it is killed; `python -m hvdlite_launcher.host.agent` starts it without one.
-It reads commands on stdin and writes events on stdout (see `channel`). It uses `start_workers`, `worker_pipes`
-and `killed_workers` for the workers, and `store.relay` and `store.cache` for their requests to the
-rendezvous store.
+It reads commands on stdin and writes events on stdout (see `channel`). `store.relay` and `store.cache` handle the
+workers' requests to the rendezvous store.
 
 The launcher makes all decisions but one. When stdin ends, or the launcher is silent for too long, the agent kills all
 processes of the job on this host and removes the job's directory. It is one thread with one event loop that never

@@ -3,9 +3,8 @@
     status_collector ── forks ── collect: asks each worker's process, or signals it ──► WorkerStatus of each
 
 A worker that has called hvd.init() answers on a socket in the job's directory (`hvdlite.runtime.hang_report`). If it
-does not within a second, its interpreter's lock is held: a signal then has its stacks written to a file there. So has
-it those of a worker that has not called hvd.init() but imported torch. Of any other program there is only what the
-system says of its processes.
+does not within a second, its interpreter's lock is held: a signal then has its stacks written to a file there, as for a
+worker that has only imported torch. Of any other program there is only what the system says of its processes.
 """
 
 from __future__ import annotations

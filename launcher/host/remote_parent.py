@@ -1,7 +1,5 @@
 """The agent's parent process, which cleans up after it: `python -m hvdlite_launcher.host.remote_parent`.
 
-    sshd, or the launcher ── remote parent (waits) ── agent ── workers
-
 An agent that was killed cannot clean up, and the launcher may have been killed with it. This process is the one that
 the launcher starts; it forks the agent and waits for it. If the agent fails, it adopts the agent's orphaned processes,
 kills them, and removes the job's directory. If this process is killed, its agent ends as if the launcher had hung up.

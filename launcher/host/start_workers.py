@@ -1,7 +1,4 @@
-"""Starts one host's workers. If one cannot be started, it gives the reason in a shell's words.
-
-Called by `agent`, which then watches the workers.
-"""
+"""Starts one host's workers. If one cannot be started, it gives the reason in a shell's words."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
 
 A brief question costs no thread or process. A rank that does not answer it until the next one, since it is stopped or
 its interpreter's lock is held, is told of without an answer. All reads are of /proc files that no other process can
-block. Who finds out more may be blocked (by a hanging file system, a lock on another's memory). So a child of the agent
-does it, which is killed after some seconds.
+block. A full answer may be blocked (by a hanging file system, a lock on another's memory), so it is left to a child of
+the agent, which is killed after some seconds.
 """
 
 from __future__ import annotations

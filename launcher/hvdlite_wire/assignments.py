@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated
 
-from .codec import Between, Family
-
-_Count = Annotated[int, Between(0, 10**9)]
+from .codec import Family
+from .field_types import Count
 
 
 class NewWorkerPolicy(IntEnum):
@@ -35,10 +33,10 @@ class NewWorkerPolicy(IntEnum):
 class RankAssignment:
     """A worker's rank in one generation; ``newcomers`` counts the ranks that were in none before."""
 
-    generation: _Count
-    rank: _Count
-    size: _Count
-    newcomers: _Count
+    generation: Count
+    rank: Count
+    size: Count
+    newcomers: Count
 
     @property
     def prefix(self) -> str:

@@ -1,7 +1,4 @@
-"""Runs one job from its plan to its outcome: connects to the hosts, starts and supervises the workers, and cleans up.
-
-`cli` and `function` call it. It calls `agents` for the hosts, `supervisor` for all decisions, and `screen` for output.
-"""
+"""Runs one job from its plan to its outcome: connects to the hosts, starts the workers, supervises and cleans up."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A frame is a header (kind, number, length of the payload) and the payload. Output, input and values of the store are
 sent as raw bytes, so large amounts of them cost no more than a copy. All other messages are small and sent as JSON,
-which `hvdlite_wire.codec` checks. The messages are defined in `messages` and `store_messages`. `agents.remote_agent`
-calls this module in the launcher, `channel` in the agent.
+which `hvdlite_wire.codec` checks. The messages are defined in `messages` and `store_messages`.
 """
 
 from __future__ import annotations
