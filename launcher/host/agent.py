@@ -101,17 +101,10 @@ class HostJob:
 class Agent:
     """The event loop over three file descriptors: commands to read, events to write, and received signals as bytes."""
 
-    def __init__(
-        self, commands: int, events: int, signals: int, *, adopts: bool, report_directory: Callable[[str], object]
-    ) -> None:
-        """``adopts``: orphaned descendants become children of this process, so `kill_descendants` finds them all.
-
-        ``report_directory`` is called with the job's directory, which the remote parent removes if this process is
-        killed.
-        """
+    def __init__(self, commands: int, events: int, signals: int, *, report_directory: Callable[[str], object]) -> None:
+        """``report_directory`` is called with the job's directory: if this process dies, its parent removes that."""
         self._commands = commands
         self._signals = signals
-        self._adopts = adopts
         self._report_directory = report_directory
         self._selector = selectors.DefaultSelector()
         self._channel = Channel(commands, events, self._selector)
@@ -124,7 +117,6 @@ class Agent:
         self._killed_workers = KilledWorkers(self._selector, self._on_killed)
         self._forked_workers = ForkedWorkers(self._selector, self._on_started)
         self._timed: list[_Timed] = [self._channel, self._killed_workers, self._forked_workers]
-        self._groups: list[int] = []  # without ``adopts``: the workers' process groups that may have processes
         self._stdins: dict[int, WorkerStdin] = {}  # by the worker's number
         self._job: HostJob | None = None
         self._has_refused = False
@@ -156,8 +148,6 @@ class Agent:
         self._selector.register(fd, selectors.EVENT_READ, react)
 
     def _end(self) -> None:
-        for group in self._groups:
-            process_tree.signal_group(group, signal.SIGKILL)
         everything_ended = process_tree.kill_descendants()
         if self._job is not None:
             if self._job.relay is not None:
@@ -290,10 +280,6 @@ class Agent:
 
     def _watch(self, worker: Worker) -> None:
         self._workers[worker.process.pid] = worker
-        if not self._adopts:
-            # A group may have children of dead processes, no longer our descendants. One that is empty is forgotten, as
-            # another process may get its number.
-            self._groups = [*filter(process_tree.has_group, self._groups), worker.process.pid]
         self._worker_output.watch(worker)
         if (stdin := worker.process.stdin) is not None:
             self._stdins[worker.number] = WorkerStdin(
@@ -339,9 +325,9 @@ class Agent:
             self._start_fork_server_soon()
 
     def _start_fork_server_soon(self) -> None:
-        """Has later workers forked, if the job wants that and orphans are adopted: the server's child becomes ours."""
+        """Has later workers forked, if the job wants that."""
         job = self._job
-        if job is None or not (job.spec.forks and self._adopts) or self._forked_workers.is_planned:
+        if job is None or not job.spec.forks or self._forked_workers.is_planned:
             return
         try:
             environment = job.environment()
@@ -397,7 +383,7 @@ def _interface_for(chosen: str | None, peers: Collection[str]) -> str | None:
 
 def main(report_directory: Callable[[str], object] = lambda _: None) -> int:
     """Runs an agent and returns its exit code: 0 if nothing of the job is left on this host."""
-    adopts = process_tree.adopt_orphans()
+    process_tree.adopt_orphans()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # may be inherited as ignored: return codes would be lost
     try:
         # Workers, and anything here that prints, must not use the connection to the launcher as stdin or stdout.
@@ -405,12 +391,11 @@ def main(report_directory: Callable[[str], object] = lambda _: None) -> int:
         with open(os.devnull, "r+b") as nothing:
             os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)
-        if sys.platform == "linux":
-            with contextlib.suppress(OSError):
-                fcntl.fcntl(events, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(events, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.write(events, MARK)
         with signals_as_bytes(_SIGNALS) as signals:
-            Agent(commands, events, signals, adopts=adopts, report_directory=report_directory).run()
+            Agent(commands, events, signals, report_directory=report_directory).run()
     except LauncherError as error:
         print(f"hvdlite-run: agent: {error}", file=sys.stderr)
         return error.exit_code

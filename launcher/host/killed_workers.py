@@ -12,9 +12,9 @@ and nothing more is written into the memory that it shares with other ranks.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import selectors
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +37,7 @@ class KilledWorkers:
     def __init__(self, selector: selectors.BaseSelector, on_killed: Callable[[int, int], None]) -> None:
         self._selector = selector
         self._on_killed = on_killed
-        self._open_pidfd = _opener()
+        self._syscall = ctypes.CDLL(None).syscall
         self._pidfds: dict[int, set[int]] = {}
         self._looks: dict[int, int] = {}  # how often to look yet, at those of which a thread has ended
         self._look_at = 0.0
@@ -46,10 +46,8 @@ class KilledWorkers:
         """Watches a child of this process from now on, with the threads that it has now."""
         self.forget(pid)
         pidfds = self._pidfds[pid] = set()
-        if self._open_pidfd is None:
-            return
         for thread in sorted(_threads_of(pid))[:_THREADS]:
-            if (pidfd := self._open_pidfd(thread)) >= 0:
+            if (pidfd := int(self._syscall(_SYS_PIDFD_OPEN, thread, _PIDFD_THREAD))) >= 0:
                 pidfds.add(pidfd)
                 self._selector.register(pidfd, selectors.EVENT_READ, partial(self._fired, pid, pidfd))
 
@@ -108,13 +106,3 @@ def _threads_of(pid: int) -> list[int]:
         return [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
     except OSError:
         return []
-
-
-def _opener() -> Callable[[int], int] | None:
-    """Returns a function that opens the pidfd of a thread, and returns a negative number if that cannot be done."""
-    if not sys.platform.startswith("linux"):
-        return None
-    import ctypes  # noqa: PLC0415  # costs 10 ms, and only Linux needs it
-
-    syscall = ctypes.CDLL(None).syscall
-    return lambda thread: int(syscall(_SYS_PIDFD_OPEN, thread, _PIDFD_THREAD))

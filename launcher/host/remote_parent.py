@@ -42,8 +42,7 @@ def _run_agent() -> int:
     pid = os.fork()
     if pid == 0:
         os.close(directory_reader)
-        if follow is not None:
-            follow()
+        follow()
         _end(agent.main(lambda path: os.write(directory_writer, os.fsencode(path))))
     os.close(directory_writer)
     for signum in _IGNORED:

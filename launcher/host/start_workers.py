@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import importlib.util
 import os
 import shutil
@@ -132,11 +131,6 @@ def _directory_of_horovod() -> str:
     raise CannotStartError(
         Refused(f"--horovod: {sys.executable} has no hvdlite with a horovod module: install the same hvdlite there", 1)
     )
-
-
-def capacity_bytes(pipe: IO[bytes]) -> int:
-    """Returns the capacity of a pipe: how many unread bytes it holds before a write blocks."""
-    return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) if sys.platform == "linux" else 1 << 16
 
 
 def _refusal(job: StartJob, environment: Mapping[str, str], error: OSError) -> Refused:

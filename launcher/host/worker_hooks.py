@@ -40,8 +40,7 @@ def register() -> None:
     if not (job_dir and worker.isdecimal()) or _is_of_multiprocessing():
         return
     note_at_exit(job_dir, int(worker))
-    if sys.platform == "linux":
-        _write_stacks_on_signal(job_dir)
+    _write_stacks_on_signal(job_dir)
 
 
 def _write_stacks_on_signal(job_dir: str) -> None:

@@ -8,6 +8,7 @@ is requested from the launcher (`InputWanted`) when the worker's pipe has room f
 
 from __future__ import annotations
 
+import fcntl
 import os
 import selectors
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from ..errors import ProtocolError
 from ..wire.agent_frames import WINDOW_BYTES
 from ..wire.channel import Channel
 from ..wire.messages import Output, Stream
-from .start_workers import Worker, capacity_bytes
+from .start_workers import Worker
 
 _READ_BYTES = 1 << 16
 
@@ -47,7 +48,7 @@ class WorkerOutput:
         A child of the worker may keep the pipes open, or write to them for ever.
         """
         for stream, pipe in list(worker.pipes.items()):
-            left = capacity_bytes(pipe)
+            left = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
             while left > 0 and (count := self._forward(worker, stream, limit=left)):
                 left -= count
 

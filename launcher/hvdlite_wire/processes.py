@@ -1,5 +1,5 @@
 """
-What Linux says of processes in /proc/PID/stat. On other systems nothing is known of any.
+What Linux says of processes in /proc/PID/stat.
 
 proc(5) counts the fields from 1. The name, the second, may hold anything: what is before it is left out.
 """

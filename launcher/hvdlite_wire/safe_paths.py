@@ -21,8 +21,7 @@ from collections.abc import Callable
 
 _NOT_REGULAR = "it exists, and is not a regular file of yours: give another name"
 _MOST_LINKS = 40  # the kernel's limit
-# O_PATH does not exist on every system. Without it, directories on the path must be readable.
-_PATH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
+_PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECTORY = _PATH | os.O_DIRECTORY
 _WRITE = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -154,14 +153,12 @@ def _target_of_link(at: int, name: str, path: str) -> str | None:
     try:
         if not stat.S_ISLNK(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
             return None
-        if not hasattr(os, "O_PATH"):  # without it, owner and target cannot be read of the same link atomically
-            owner, target = os.stat(name, dir_fd=at, follow_symlinks=False).st_uid, os.readlink(name, dir_fd=at)
-        else:
-            link = os.open(name, _PATH, dir_fd=at)
-            try:
-                owner, target = os.fstat(link).st_uid, os.readlink("", dir_fd=link)
-            finally:
-                os.close(link)
+        # Held open, so that both are of the same link.
+        link = os.open(name, _PATH, dir_fd=at)
+        try:
+            owner, target = os.fstat(link).st_uid, os.readlink("", dir_fd=link)
+        finally:
+            os.close(link)
     except FileNotFoundError:
         return None
     if owner not in (os.geteuid(), 0):

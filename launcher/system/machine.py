@@ -14,8 +14,7 @@ _NVIDIA_SMI_S = 30.0  # the command first wakes sleeping GPUs
 
 def usable_cores() -> int:
     """Returns the cores that this process may run on, no more than its cgroup's quota of processor time allows."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cpu_quota()
+    cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 

@@ -1,9 +1,8 @@
 """Signals processes together with their descendants, and adopts orphans so that none is missed.
 
 `host.agent` and `host.remote_parent` end a job's processes with it on each host, and `agents.agent_group` what is left
-of the launcher's own. On Linux a process that has called `adopt_orphans` becomes the parent of descendants whose own
-parent ends, so `kill_descendants` finds even a daemon that forked twice. On other systems it misses a process that has
-both left its process group and lost its parent.
+of the launcher's own. A process that has called `adopt_orphans` becomes the parent of descendants whose own parent
+ends, so `kill_descendants` finds even a daemon that forked twice.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import contextlib
 import functools
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,22 +19,17 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def adopt_orphans() -> bool:
-    """Makes this process adopt its orphaned descendants. Returns False if the system cannot do that."""
-    prctl = _prctl()
-    return prctl is not None and prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
+def adopt_orphans() -> None:
+    """Makes this process adopt its orphaned descendants."""
+    _prctl()(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def dying_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None] | None:
+def dying_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None]:
     """Returns a function for a new child to call first, so that ``signum`` is sent to it when its parent dies.
 
-    For `subprocess.Popen(preexec_fn=...)`, which is safe in a process without threads, such as the agent. Returns None
-    if the system cannot do that.
+    For `subprocess.Popen(preexec_fn=...)`, which is safe in a process without threads, such as the agent.
     """
-    prctl = _prctl()
-    if prctl is None:
-        return None
-    parent = os.getpid()
+    prctl, parent = _prctl(), os.getpid()
 
     def set_up() -> None:
         prctl(_PR_SET_PDEATHSIG, signum)
@@ -47,10 +40,8 @@ def dying_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None] | None
 
 
 @functools.cache  # ctypes keeps a part of each function that it makes
-def _prctl() -> Callable[[int, int], int] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    import ctypes  # noqa: PLC0415  # costs 10 ms, and only Linux needs it
+def _prctl() -> Callable[[int, int], int]:
+    import ctypes  # noqa: PLC0415  # costs 10 ms
 
     prctl = ctypes.CDLL(None).prctl
     return lambda option, value: int(prctl(option, ctypes.c_ulong(value), 0, 0, 0))
@@ -63,16 +54,12 @@ def signal_group(pid: int, signum: int) -> None:
 
 
 def signal_handlers(pid: int, signum: int) -> None:
-    """Signals ``pid`` and its descendants as far as they handle this signal, so that it ends none of them.
-
-    On systems other than Linux, which do not tell who handles what, it signals ``pid`` alone.
-    """
+    """Signals ``pid`` and its descendants as far as they handle this signal, so that it ends none of them."""
     import psutil  # noqa: PLC0415  # as in kill_tree
 
     processes = [pid]
-    if sys.platform.startswith("linux"):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            processes += [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        processes += [child.pid for child in psutil.Process(pid).children(recursive=True)]
     for each in processes:
         with contextlib.suppress(OSError):
             if handles(each, signum):
@@ -80,23 +67,10 @@ def signal_handlers(pid: int, signum: int) -> None:
 
 
 def handles(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for this signal; True if the system does not tell. Raises OSError if it ended."""
-    if not sys.platform.startswith("linux"):
-        return True
+    """Whether a process has a handler for this signal. Raises OSError if it has ended."""
     with open(f"/proc/{pid}/status", "rb") as file:  # a process may have any bytes as its name
         mask = next((int(line.split()[1], 16) for line in file if line.startswith(b"SigCgt:")), 0)
     return bool(mask >> (signum - 1) & 1)
-
-
-def has_group(pid: int) -> bool:
-    """Returns whether the process group that ``pid`` leads has a process, which may have ended and not be reaped."""
-    try:
-        os.killpg(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it has one that may not be signalled
-        pass
-    return True
 
 
 def kill_tree(pid: int) -> None:
@@ -135,8 +109,7 @@ def reap() -> tuple[list[Reaped], bool]:
             return ended, False
         if pid == 0:
             return ended, True
-        peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        ended.append(Reaped(pid, os.waitstatus_to_exitcode(status), peak))
+        ended.append(Reaped(pid, os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024))
 
 
 def kill_descendants(*, within_s: float = 10.0) -> bool:

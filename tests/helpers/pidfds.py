@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import selectors
 
-from hvdlite_launcher.host import killed_workers
+from hvdlite_launcher.host.killed_workers import KilledWorkers
 
 
 def has_pidfds_of_threads() -> bool:
-    opener = killed_workers._opener()
-    pidfd = -1 if opener is None else opener(os.getpid())
-    if pidfd >= 0:
-        os.close(pidfd)
-    return pidfd >= 0
+    with selectors.DefaultSelector() as selector:
+        workers = KilledWorkers(selector, lambda *_: None)
+        workers.watch(os.getpid())
+        has_them = bool(selector.get_map())
+        workers.forget(os.getpid())
+    return has_them

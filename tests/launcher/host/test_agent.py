@@ -31,42 +31,24 @@ JOB = {
 
 @pytest.fixture
 def make_agent():
-    """Provides ``make_agent(adopts)``: an agent that no launcher talks to."""
+    """Provides ``make_agent()``: an agent that no launcher talks to."""
     fds: list[int] = []
 
-    def make(adopts: bool) -> Agent:
+    def make() -> Agent:
         own = [fd for _ in range(3) for fd in os.pipe()]
         fds.extend(own)
-        return Agent(*own[::2], adopts=adopts, report_directory=lambda _: None)
+        return Agent(*own[::2], report_directory=lambda _: None)
 
     yield make
     for fd in fds:
         os.close(fd)
 
 
-@pytest.mark.parametrize("adopts", [True, False])
-def test_the_groups_of_workers_that_have_gone_are_forgotten(make_agent, adopts):
-    agent = make_agent(adopts)
-    living = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    try:
-        agent._watch(Worker(0, living, {}))
-        for number in range(1, 4):
-            ended = subprocess.Popen(["true"], start_new_session=True)
-            agent._watch(Worker(number, ended, {}))
-            ended.wait()
-        agent._watch(Worker(4, living, {}))
-        # Where orphans are adopted, all processes are found as descendants.
-        assert agent._groups == ([] if adopts else [living.pid, living.pid])
-    finally:
-        living.kill()
-        living.wait()
-
-
 @pytest.mark.parametrize("after", [0, None], ids=["in an elastic job", "in another"])
 def test_in_an_elastic_job_the_end_of_a_killed_worker_is_told_before_it_is_reaped(
     make_agent, tmp_path, monkeypatch, after
 ):
-    agent, sent = make_agent(adopts=True), []
+    agent, sent = make_agent(), []
     agent._channel.send = sent.append
     agent._job = HostJob(StartJob(**JOB, forks=False, cwd="/"), str(tmp_path))
     process = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subprocess.PIPE)
@@ -92,7 +74,7 @@ def start(make_agent, tmp_path):
     """Provides ``start(**changes)``: an agent with a job, and the messages that it has sent."""
 
     def make(**changes):
-        agent, sent = make_agent(adopts=True), []
+        agent, sent = make_agent(), []
         agent._channel.send = sent.append
         spec = StartJob(**{**JOB, "forks": True, "cwd": str(tmp_path), **changes})
         agent._job = HostJob(spec, str(tmp_path))

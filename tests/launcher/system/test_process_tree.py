@@ -1,4 +1,4 @@
-"""Process groups that are still there, and what starting workers one after the other keeps."""
+"""Processes and their descendants are signalled, and starting workers one after the other keeps nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import tracemalloc
 
 import psutil
-from hvdlite_launcher.system.process_tree import dying_with_parent, has_group, kill_tree, signal_handlers
+from hvdlite_launcher.system.process_tree import dying_with_parent, kill_tree, signal_handlers
 
 # A process may not be killed by this one if it is root's, such as of sudo.
 NOT_ALL_MAY_BE_KILLED = """
@@ -34,19 +34,6 @@ psutil.Process.kill = kill_own
 print(kill_descendants(within_s=0.1), psutil.pid_exists(own.pid))
 others.kill()
 """
-
-
-def test_a_group_is_there_until_its_last_process_was_reaped():
-    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    try:
-        assert has_group(process.pid)
-        process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert has_group(process.pid), "nobody else gets its number yet"
-    finally:
-        process.kill()
-        process.wait()
-    assert not has_group(process.pid)
 
 
 def test_children_that_die_with_their_parent_are_made_one_after_the_other_and_nothing_piles_up():
