@@ -54,7 +54,8 @@ def address_towards(peers: Iterable[str]) -> str:
 
 def own_address(environ: Mapping[str, str]) -> str | None:
     """Returns this host's address as the launcher reaches it by ssh, else its address on the default route."""
-    if len(fields := environ.get("SSH_CONNECTION", "").split()) == 4:
+    fields = environ.get("SSH_CONNECTION", "").split()
+    if len(fields) == 4 and fields[2] != "UNKNOWN":  # sshd's word where it talks over pipes, behind another program
         return fields[2].partition("%")[0]
     return next(filter(None, map(address_on_route, ELSEWHERE)), None)
 

@@ -31,6 +31,11 @@ def test_ssh_says_at_which_address_a_host_was_reached(connection, address):
     assert network.own_address({"SSH_CONNECTION": connection}) == address
 
 
+def test_a_host_that_was_reached_through_pipes_has_the_address_of_its_way_out(monkeypatch):
+    monkeypatch.setattr(network, "address_on_route", lambda peer: "10.0.0.7")
+    assert network.own_address({"SSH_CONNECTION": "UNKNOWN 65535 UNKNOWN 65535"}) == "10.0.0.7"
+
+
 def test_of_several_interfaces_the_first_that_is_there_counts(monkeypatch):
     monkeypatch.setattr(network, "interfaces", lambda: {"lo": ["127.0.0.1"], "ib0": ["10.0.0.1"]})
     assert [network.first_there(names) for names in ("eth0,ib0,lo", "lo", "eth0,eth1")] == ["ib0", "lo", "eth1"]
