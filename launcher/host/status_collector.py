@@ -70,7 +70,10 @@ class StatusCollector:
         self._usage = self.load.usage()
         self._number, self._silent, self._unanswered = question.number, dict(workers), set()
         self._workers.update((pid, worker) for worker, pid in workers.items())
-        for name in _names_in(job_dir):
+        names: list[str] = []
+        with contextlib.suppress(OSError):  # this process can open no more files
+            names = os.listdir(job_dir)
+        for name in names:
             if (found := _SOCKET.fullmatch(name)) and self._questions.ask(pid := int(found[1]), f"{job_dir}/{name}"):
                 self._unanswered.add(pid)
         if not self._questions.open:
@@ -178,10 +181,3 @@ def _be_child(writes: int, number: int, workers: Mapping[int, int], job_dir: str
             pipe.write(b"".join(map(encode, told)) + _WHOLE)
     finally:
         os._exit(0)
-
-
-def _names_in(directory: str) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except OSError:  # this process can open no more files
-        return []

@@ -177,14 +177,10 @@ class Cache:
 
     def _say_alive(self, parts: list[bytes]) -> None:
         worker, number, waited_ms = self._numbers(parts[:3], least=3, most=3)
-        match parts[3:]:
-            case []:
-                self._send(Alive(worker, number, waited_ms / 1000))
-            case [data]:
-                links = decode(HostLinks, data)
-                self._send(Alive(worker, number, waited_ms / 1000, links.addresses, links.silent_s))
-            case _:
-                raise MessageError("an answer has at most four parts")
+        if len(parts) > 4:
+            raise MessageError("an answer has at most four parts")
+        links = decode(HostLinks, parts[3]) if len(parts) == 4 else HostLinks()
+        self._send(Alive(worker, number, waited_ms / 1000, links.addresses, links.silent_s))
 
     def _numbers(self, parts: list[bytes], *, least: int, most: int) -> list[int]:
         """Returns the numbers that a worker has sent; the first is its own."""
