@@ -171,7 +171,8 @@ class Agent:
                     self._signal(message)
                 case AskStatus():
                     if self._job is not None:
-                        self._status.ask(message, self._pids(), self._job.directory)
+                        pids = {worker.number: pid for pid, worker in self._workers.items()}
+                        self._status.ask(message, pids, self._job.directory)
                 case Input():
                     if stdin := self._stdins.get(message.worker):
                         stdin.put(message.data)
@@ -183,10 +184,6 @@ class Agent:
                     pass
                 case _:
                     raise ProtocolError("the launcher sent a message that only an agent may send")
-
-    def _pids(self) -> dict[int, int]:
-        """Returns the pid of each running worker, by its number."""
-        return {worker.number: pid for pid, worker in self._workers.items()}
 
     def _answer(self, greeting: Greet) -> None:
         if self._greeting is not None:
