@@ -11,36 +11,13 @@ import json
 import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
+from typing import get_args
 
 from hvdlite_wire import codec
 
 from ..errors import ProtocolError
-from . import store_messages
-from .messages import (
-    Alive,
-    AskStatus,
-    Beat,
-    Exited,
-    Greet,
-    Hello,
-    InitDone,
-    InitFailed,
-    InitStarted,
-    Input,
-    InputWanted,
-    Message,
-    Output,
-    OutputTaken,
-    PeakMemory,
-    Refused,
-    SignalWorkers,
-    Stalled,
-    Started,
-    StartJob,
-    StartWorkers,
-    StatusTold,
-    Stream,
-)
+from . import messages, store_messages
+from .messages import Input, Message, Output, Stream
 from .store_messages import StoreCommand, StoreEvent
 
 MAX_PAYLOAD_BYTES = 16 << 20
@@ -61,36 +38,35 @@ _INPUT_KIND = 18
 
 # The messages sent as JSON, and the kind of each.
 _KINDS_OF_JSON: Mapping[type[Message], int] = {
-    Started: 3,
-    Exited: 4,
-    Refused: 5,
-    InputWanted: 6,
-    Hello: 7,
-    Beat: 8,
-    InitStarted: 9,
-    InitDone: 10,
-    InitFailed: 14,
-    StartJob: 16,
-    SignalWorkers: 17,
-    Greet: 19,
-    OutputTaken: 23,
-    StartWorkers: 25,
-    Alive: 26,
-    Stalled: 27,
-    StatusTold: 28,
-    AskStatus: 29,
-    PeakMemory: 32,
+    messages.Started: 3,
+    messages.Exited: 4,
+    messages.Refused: 5,
+    messages.InputWanted: 6,
+    messages.Hello: 7,
+    messages.Beat: 8,
+    messages.InitStarted: 9,
+    messages.InitDone: 10,
+    messages.InitFailed: 14,
+    messages.StartJob: 16,
+    messages.SignalWorkers: 17,
+    messages.Greet: 19,
+    messages.OutputTaken: 23,
+    messages.StartWorkers: 25,
+    messages.Alive: 26,
+    messages.Stalled: 27,
+    messages.StatusTold: 28,
+    messages.AskStatus: 29,
+    messages.PeakMemory: 32,
 }
 # In another version they may have more fields. They are read all the same, since they tell which version it is.
-_GREETINGS = (_KINDS_OF_JSON[Hello], _KINDS_OF_JSON[Greet])
+_GREETINGS = (_KINDS_OF_JSON[messages.Hello], _KINDS_OF_JSON[messages.Greet])
 _OF_KIND = {kind: message for message, kind in _KINDS_OF_JSON.items()}
 _KINDS = frozenset({*_STREAMS, _INPUT_KIND, *store_messages.KINDS, *_OF_KIND})
-_COMMANDS = (StartJob, StartWorkers, SignalWorkers, AskStatus, OutputTaken, Greet)
-_OF_LAUNCHER = {_INPUT_KIND, *store_messages.COMMAND_KINDS, *(_KINDS_OF_JSON[command] for command in _COMMANDS)}
+_COMMANDS = [kind for of, kind in _KINDS_OF_JSON.items() if of in get_args(messages.Command)]
 
-FROM_LAUNCHER = frozenset({*_OF_LAUNCHER, _KINDS_OF_JSON[Beat]})
+FROM_LAUNCHER = frozenset({_INPUT_KIND, *store_messages.COMMAND_KINDS, *_COMMANDS})
 """The kinds of frames that the launcher may send."""
-FROM_AGENT = _KINDS - _OF_LAUNCHER
+FROM_AGENT = _KINDS - FROM_LAUNCHER | {_KINDS_OF_JSON[messages.Beat]}
 """The kinds of frames that an agent may send."""
 
 
@@ -142,7 +118,7 @@ class Decoder:
 
 
 def _limit(kind: int) -> int:
-    return _MAX_WORDS_BYTES if kind in _OF_KIND and kind not in _OF_LAUNCHER else MAX_PAYLOAD_BYTES
+    return _MAX_WORDS_BYTES if kind in _OF_KIND and kind in FROM_AGENT else MAX_PAYLOAD_BYTES
 
 
 def _decode(kind: int, number: int, payload: bytes) -> Message:
