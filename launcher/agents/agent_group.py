@@ -272,13 +272,11 @@ class Agents:
                 self._failed_here.append(token)
 
     def signal(self, numbers: Collection[int], signum: int) -> None:
-        """Sends a signal to the workers with these numbers."""
         for agent in list(self._agents):
             if own := tuple(number for number in numbers if number in agent.workers):
                 agent.send(SignalWorkers(own, signum))
 
     def ask_status(self, question: AskStatus) -> None:
-        """Asks all agents what their workers do."""
         for agent in list(self._agents):
             if agent.workers:
                 agent.send(question)
@@ -289,7 +287,6 @@ class Agents:
             agent.kill()
 
     def feed(self, worker: int, data: bytes) -> None:
-        """Sends input to the worker with this number."""
         for agent in list(self._agents):
             if worker in agent.workers:
                 agent.send(Input(worker, data))

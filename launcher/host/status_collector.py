@@ -45,7 +45,6 @@ class StatusCollector:
     def __init__(
         self, selector: selectors.BaseSelector, send: Callable[[StatusTold | bytes], object], load: HostLoad
     ) -> None:
-        """``send`` gets messages, or frames of them."""
         self._selector = selector
         self._send = send
         self.load = load

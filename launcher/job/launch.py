@@ -358,7 +358,6 @@ def _wait_for_screen(screen: Screen, events: SimpleQueue[Event], *, is_hasty: bo
 
 
 def _output_files(job: JobSpec, slots: Sequence[Slot]) -> OutputFiles | None:
-    """Returns the files of --output-filename."""
     if (directory := job.record_dir) is None:
         return None
     return _or_without(job, lambda: OutputFiles(directory, {slot.number: slot.rank for slot in slots}), "them")

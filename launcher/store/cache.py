@@ -96,7 +96,6 @@ class Cache:
         return _nothing
 
     def receive(self, message: StoreCommand) -> None:
-        """Handles a message from the launcher."""
         match message:
             case Have():
                 self._values[message.key] = message.value

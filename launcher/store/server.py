@@ -74,7 +74,6 @@ class Store:
         self._watched = prefix, note
 
     def receive(self, agent: Agent, message: StoreEvent) -> None:
-        """Handles a message from ``agent``."""
         with self._lock:
             self._agents.add(agent)
             match message:

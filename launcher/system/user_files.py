@@ -81,7 +81,6 @@ class ReplacedFile:
     _has_failed: bool = False
 
     def write(self, text: str) -> None:
-        """Replaces the file by one with this text."""
         has_failed, self._has_failed = self._has_failed, False
         try:
             replace_file(self.path, text)

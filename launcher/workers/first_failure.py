@@ -107,7 +107,6 @@ class FirstFailure:
         raise AssertionError(f"out of turn: {event}")
 
     def decide(self, outcome: JobOutcome) -> None:
-        """Sets the outcome, unless there is an earlier cause."""
         if self._ending.outcome is None and self._failed:
             self._blame(*self._failed)
         self._ending.decide(outcome)

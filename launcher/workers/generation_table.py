@@ -39,7 +39,6 @@ class GenerationTable:
         return self._newest[-1] if self._newest else self._first
 
     def rows(self) -> list[GenerationRow]:
-        """Returns the rows that are kept."""
         return [] if self._first is None else [self._first, *self._newest]
 
     def text(self) -> str:

@@ -33,7 +33,6 @@ class Roster(dict[int, WorkerRecord]):
         self[output.worker].written[output.stream].add(output.data)
 
     def on_host(self, host: str) -> list[int]:
-        """Returns the numbers of the workers on a host."""
         return [number for number, record in self.items() if record.host == host]
 
     def hosts_of(self, numbers: Iterable[int]) -> list[str]:
