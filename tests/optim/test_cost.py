@@ -296,14 +296,17 @@ def test_a_rank_that_consolidates_has_room_for_the_state_and_a_bucket_and_others
         optimizer = wrap(group, model, momentum=0.9, bucket_cap_mb=bucket_bytes / 2**20, shard="world")
         train(optimizer, model)
         own_bytes = sum(each["momentum_buffer"].nbytes for each in optimizer.state.values())
-        with LiveBytes() as live:
-            optimizer.consolidate_state_dict(to=1)
-            # This rank's own part was there before, and has been seen as it was read.
-            stays = live.now - own_bytes
-            return stays, live.peak - live.now
+        measured = []
+        # Gloo's own threads keep a tensor for a moment after an operation, now and then: they can only add to it.
+        for _ in range(5):
+            with LiveBytes() as live:
+                optimizer.consolidate_state_dict(to=1)
+                # This rank's own part was there before, and has been seen as it was read.
+                stays = live.now - own_bytes
+                measured.append((stays, live.peak - stays - own_bytes))
+        return min(stays for stays, _ in measured), min(passing for _, passing in measured)
 
-    # Gloo's own threads keep a tensor for a moment after an operation.
-    outcomes = run_ranks(2, rank, engine="shared memory")
+    outcomes = run_ranks(2, rank)
     for (stays, passing), expected_bytes in zip(outcomes, [0, LAYERS * LAYER_BYTES], strict=True):
         assert abs(stays - expected_bytes) <= SMALL_BYTES
         # A bucket's state in bytes of all ranks, and beside it the tensors that these become.
