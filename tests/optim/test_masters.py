@@ -83,6 +83,7 @@ def assert_equal(model: nn.ParameterList, truth: nn.ParameterList) -> None:
         assert torch.equal(param, expected)
 
 
+@pytest.mark.slow(but=12)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -115,6 +116,7 @@ def test_ranks_of_several_hosts_have_the_same_parameters(shard):
         assert outcome is None, outcome
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Muon"])
 def test_a_checkpoint_has_the_masters_and_any_number_of_ranks_goes_on_from_it(name):
     truth = Truth(OPTIMIZERS[name], torch.bfloat16)
