@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from worlds import run_worlds
 
 import hvdlite as hvd
+from hvdlite.runtime import world
 
 MODEL = nn.Linear(3, 1)
 
@@ -25,6 +27,11 @@ def train(steps: int) -> None:
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
     optimizer.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_steps_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world._process, "steps", Counter())
 
 
 def test_rank_0_logs_the_jobs_numbers_and_others_log_nothing():
