@@ -151,4 +151,4 @@ def test_samples_that_are_counted_by_a_tensor_are_told_as_a_number(monkeypatch):
     monkeypatch.setattr(world._process, "samples", None)
     world.note_samples(torch.tensor(5))
     world.note_samples(2)
-    assert json.dumps(world._describe(False).samples) == "7"
+    assert json.dumps(world.own_status(in_full=False).samples) == "7"
