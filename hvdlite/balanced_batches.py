@@ -35,25 +35,18 @@ class BalancedBatchSampler(Sampler[list[int]]):
     since parts differ. All ranks begin with equal parts. When an epoch begins, which all ranks must do together, rank 0
     looks how long each rank takes for its samples (`stragglers`), and all take the parts with which they would take
     equally long, at most once a minute. In an elastic job, parts are equal again after the ranks have changed.
+
+    Raises ValueError, also when an epoch begins, if a batch has fewer samples than there are ranks.
     """
 
     def __init__(self, dataset: Sized, batch_size: int, *, shuffle: bool = True, seed: int = 0) -> None:
-        """``batch_size``: of all ranks together. ``shuffle`` draws another order in each epoch, from ``seed``.
-
-        Raises ValueError if there is not a sample in each batch for each rank.
-        """
-        number = whole_number(batch_size)
-        if number is None or number < size():
-            raise ValueError(
-                f"BalancedBatchSampler: batch_size={shown(batch_size)} is no whole number of at least {size()}, a "
-                "sample for each rank: it is the batch of all ranks together"
-            )
+        """``batch_size``: of all ranks together. ``shuffle`` draws another order in each epoch, from ``seed``."""
         self._dataset = dataset
-        self._batch_size = number
+        self._batch_size = _checked(batch_size)
         self._shuffle = shuffle
         self._seed = seed
         self._epoch = 0
-        self._shares = shares_of(number, [1.0] * size())
+        self._shares = shares_of(self._batch_size, [1.0] * size())
         self._changed_s = monotonic()
 
     @property
@@ -71,11 +64,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Begins an epoch. Every rank must call it, and waits for rank 0."""
+        _checked(self._batch_size)
         measured = self._measured() if rank() == 0 else None
         shares: list[int] = broadcast_object(measured, root_rank=0, name="BalancedBatchSampler")
         if shares != self._shares:
             self._shares, self._changed_s = shares, monotonic()
-        return self._parts()
+        return self._parts(rank(), size())
 
     def _measured(self) -> list[int]:
         if len(self._shares) != size():
@@ -89,7 +83,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         gain = 1 - max(share / speed for share, speed in zip(shares, speeds, strict=True)) / longest
         return shares if gain >= _LEAST_GAIN else self._shares
 
-    def _parts(self) -> Iterator[list[int]]:
+    def _parts(self, own: int, ranks: int) -> Iterator[list[int]]:
         order = list(range(len(self._dataset)))
         if self._shuffle:
             random.Random(self._seed + self._epoch).shuffle(order)
@@ -98,10 +92,20 @@ class BalancedBatchSampler(Sampler[list[int]]):
             shares = self._shares
             if len(batch) < self._batch_size:
                 # The last one: each rank has a sample, if need be one of the epoch's first.
-                batch += (order * size())[: max(0, size() - len(batch))]
+                batch += (order * ranks)[: max(0, ranks - len(batch))]
                 shares = shares_of(len(batch), self._shares)
             bounds = [0, *accumulate(shares)]
-            yield batch[bounds[rank()] : bounds[rank() + 1]]
+            yield batch[bounds[own] : bounds[own + 1]]
+
+
+def _checked(batch_size: object) -> int:
+    number = whole_number(batch_size)
+    if number is None or number < size():
+        raise ValueError(
+            f"BalancedBatchSampler: batch_size={shown(batch_size)} is no whole number of at least {size()}, a "
+            "sample for each rank: it is the batch of all ranks together"
+        )
+    return number
 
 
 def shares_of(count: int, weights: Sequence[float]) -> list[int]:

@@ -1,4 +1,4 @@
-"""`wait_for_debugger`: has this rank wait until a debugger is connected, as ``hvdlite-run --debug-rank`` asks for."""
+"""`wait_for_debugger`: has one rank wait until a debugger is connected, as ``hvdlite-run --debug-rank`` asks for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ from .errors import LaunchEnvironmentError
 _PORT = 5678
 
 
-def wait_for_debugger(rank: int) -> None:
-    """Says where it waits for a debugger, on loopback, and returns once one is connected; at once if one is already."""
+def wait_for_debugger(debugged: int, rank: int, size: int) -> None:
+    """If this rank is the ``debugged`` one, says where it waits for a debugger, and returns once one is connected.
+
+    Raises ValueError on all ranks if there is no such rank, and LaunchEnvironmentError where debugpy is missing.
+    """
+    if debugged >= size:
+        raise ValueError(
+            f"HVDLITE_DEBUG_RANK={debugged} (--debug-rank): the ranks are 0 to {size - 1}; name one of them"
+        )
+    if rank != debugged:
+        return
     try:
         import debugpy  # noqa: PLC0415  # only where somebody debugs
     except ImportError:

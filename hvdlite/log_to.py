@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import psutil
@@ -77,8 +77,8 @@ class _Counts(NamedTuple):
     at_s: float
     step: int
     samples: int | None
-    sent: int
-    received: int
+    network: Sequence[int]
+    """Bytes that the host has sent, and received; empty if it has no network."""
 
 
 class JobLog:
@@ -139,7 +139,9 @@ def _counts() -> _Counts:
     status = own_status(in_full=False)
     network = psutil.net_io_counters()
     step = max(status.steps.values(), default=0)
-    return _Counts(time.monotonic(), step, status.samples, network.bytes_sent, network.bytes_recv)
+    # psutil returns None where there is no interface, not even loopback's, as in some containers.
+    counted = () if network is None else (network.bytes_sent, network.bytes_recv)
+    return _Counts(time.monotonic(), step, status.samples, counted)
 
 
 def _numbers(counts: _Counts, before: _Counts | None) -> Numbers:
@@ -151,8 +153,9 @@ def _numbers(counts: _Counts, before: _Counts | None) -> Numbers:
         numbers["steps_per_s"] = (counts.step - before.step) / took_s
         if counts.samples is not None:
             numbers["samples_per_s"] = (counts.samples - (before.samples or 0)) * size() / took_s
-        numbers["sent_bytes_per_s"] = (counts.sent - before.sent) / took_s
-        numbers["received_bytes_per_s"] = (counts.received - before.received) / took_s
+        ways = ("sent_bytes_per_s", "received_bytes_per_s")
+        for name, now, earlier in zip(ways, counts.network, before.network, strict=False):
+            numbers[name] = (now - earlier) / took_s
     if paces := stragglers():
         numbers["wait_share"] = _mean(pace.wait_s / (sum(pace.seconds.values()) + pace.wait_s or 1) for pace in paces)
         for phase in paces[0].seconds:

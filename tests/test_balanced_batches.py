@@ -138,3 +138,11 @@ def test_a_batch_without_a_sample_for_each_rank_is_refused(batch_size):
     hvd.init()
     with pytest.raises(ValueError, match="is no whole number of at least 1"):
         hvd.BalancedBatchSampler(range(3), batch_size)
+
+
+def test_more_ranks_than_a_batch_has_samples_are_refused_when_an_epoch_begins(monkeypatch):
+    hvd.init()
+    sampler = hvd.BalancedBatchSampler(range(10), 2)
+    monkeypatch.setattr(balanced_batches, "size", lambda: 3)
+    with pytest.raises(ValueError, match="batch_size=2 is no whole number of at least 3"):
+        iter(sampler)

@@ -50,13 +50,15 @@ def test_without_debugpy_the_error_says_what_to_install(debugpy, monkeypatch):
     monkeypatch.setitem(sys.modules, "debugpy", None)
     with pytest.raises(hvd.LaunchEnvironmentError, match=r"rank 0 is to be debugged .* pip install debugpy"):
         hvd.init()
+    assert not hvd.is_initialized()
 
 
 def test_a_rank_that_is_not_there_is_an_error(debugpy, monkeypatch):
     monkeypatch.setenv("HVDLITE_DEBUG_RANK", "3")
-    with pytest.raises(ValueError, match="HVDLITE_DEBUG_RANK=3: there are only 1 ranks"):
+    with pytest.raises(ValueError, match=r"HVDLITE_DEBUG_RANK=3 \(--debug-rank\): the ranks are 0 to 0; name one"):
         hvd.init()
     assert debugpy.calls == []
+    assert not hvd.is_initialized()
 
 
 def test_ranks_wait_for_one_that_is_debugged_without_limit_unless_they_are_given_one(debugpy):

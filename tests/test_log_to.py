@@ -155,3 +155,14 @@ def test_nothing_is_logged_before_init_and_after_shutdown():
 def test_what_cannot_be_logged_to_is_refused(target, every_s, error, said):
     with pytest.raises(error, match=said):
         hvd.log_to(target, every_s=every_s)
+
+
+def test_a_host_without_any_interface_has_no_bytes_to_tell(monkeypatch):
+    monkeypatch.setattr("psutil.net_io_counters", lambda: None)
+    hvd.init()
+    found = []
+    with hvd.log_to(lambda numbers, _: found.append(numbers), every_s=1000) as job_log:
+        job_log.log_now()
+        job_log.log_now()
+    assert "hvdlite/steps_per_s" in found[1]
+    assert not [name for name in found[1] if "bytes_per_s" in name]

@@ -33,7 +33,7 @@ _ELEMENTWISE = frozenset({
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which ``master=True`` has parameters of this dtype updated; but two have their own."""
+    """Returns the dtype in which ``master=True`` updates parameters: float32 for half precision, else their own."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

@@ -132,10 +132,11 @@ def init(
             warns = not (os.environ.get(JOB_DIR) or world.environment.independent)
             _exchanged.begin(world.topology.rank, world.topology.size, is_adopted=is_adopted, warns=warns)
         if (debugged := world.environment.debug_rank) is not None:
-            if debugged >= world.topology.size:
-                raise ValueError(f"HVDLITE_DEBUG_RANK={debugged}: there are only {world.topology.size} ranks")
-            if debugged == world.topology.rank:
-                wait_for_debugger(debugged)
+            try:
+                wait_for_debugger(debugged, world.topology.rank, world.topology.size)
+            except BaseException:
+                shutdown()
+                raise
     finally:
         # At the end, because PyTorch installs its own hook when the ranks connect.
         if not _is_debugged():

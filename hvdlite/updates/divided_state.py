@@ -37,7 +37,7 @@ from .pieces import (
     check_whole,
     gather_states,
     joined,
-    pieces_of,
+    pieces_of_rank,
     showing,
     slice_state,
     without_idle_master,
@@ -71,7 +71,7 @@ class Ownership:
         """This rank among those that share the work, and how many there are."""
         self.pieces = [
             [
-                pieces_of(bucket, rank, masters=masters and rank == self.sharers.rank)
+                pieces_of_rank(bucket, rank, masters=masters and rank == self.sharers.rank)
                 for rank in range(self.sharers.size)
             ]
             for bucket in buckets

@@ -1,7 +1,7 @@
 """
 `ParameterPiece`: what a rank updates of a parameter where ranks share an optimizer's work, and the state of it.
 
-    bucket, with a part of it for each rank ── pieces_of ── pieces of this part
+    bucket, with a part of it for each rank ── pieces_of_rank ── pieces of this part
     state of whole parameters (a checkpoint's) ── slice_state ── states of pieces
     states of all ranks' pieces ── gather_states, bucket by bucket ── joined ── state of whole parameters
 
@@ -176,7 +176,7 @@ def flat_of_dense(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def pieces_of(bucket: Bucket, rank: int, *, masters: bool) -> list[ParameterPiece]:
+def pieces_of_rank(bucket: Bucket, rank: int, *, masters: bool) -> list[ParameterPiece]:
     """Returns the pieces that a rank updates of a bucket; ``masters``: those of half precision have masters here."""
     make = MasterPiece if masters and master_dtype(bucket.plan.dtype) != bucket.plan.dtype else ParameterPiece
     first, last = bucket.plan.bounds[rank : rank + 2]

@@ -35,9 +35,10 @@ if hvd.rank() == int(sys.argv[1]):
 
 
 def test_the_steps_of_each_rank_are_known_at_the_end_of_a_job(launch, tmp_path):
-    path = tmp_path / "job.prom"
+    path, page = tmp_path / "job.prom", tmp_path / "job.html"
     (tmp_path / "program.py").write_text(PROGRAM)
-    job = launch("-np", "2", "--metrics-textfile", str(path), sys.executable, str(tmp_path / "program.py"), "1")
+    files = ("--metrics-textfile", str(path), "--summary", str(page))
+    job = launch("-np", "2", *files, sys.executable, str(tmp_path / "program.py"), "1")
     code, _, err = job.ended()
     assert code == 1, err
     text = path.read_text()
@@ -45,6 +46,11 @@ def test_the_steps_of_each_rank_are_known_at_the_end_of_a_job(launch, tmp_path):
         assert f'hvdlite_steps_total{{rank="{rank}",worker="{rank}",host="localhost",optimizer="1"}} 7\n' in text
     assert "hvdlite_up 0\n" in text
     assert "hvdlite_exit_code 1\n" in text
+    shown = page.read_text()
+    assert shown.startswith("<!DOCTYPE html>")
+    assert '<span class="failed">failed</span>' in shown
+    assert "no more" in shown, "the end of what the rank wrote"
+    assert shown.count("<td>7</td>") == 2, "the steps of both ranks"
     job.assert_gone()
 
 

@@ -84,6 +84,8 @@ def test_every_flag_is_in_the_help_and_no_other():
             ["--known-hosts", "--ssh-program", "kubexec", "-np", "1", "true"],
             "--known-hosts is for ssh, which knows",
         ),
+        (["--debug-rank", "1", "-np", "2", "--min-np", "1", "true"], "--debug-rank: in an elastic job a rank that"),
+        (["--debug-rank", "last", "-np", "2", "true"], "--debug-rank: 'last' is not a whole number"),
         (["-p", "0", "-np", "1", "true"], "-p/--ssh-port: '0' is not a port, such as 22"),
         (["--ssh-args", "'", "-np", "1", "true"], '--ssh-args: "\'" cannot be split into words: no closing quotation'),
         (["--grace", "-1", "-np", "2", "true"], "--grace: '-1' is not a number of seconds"),
