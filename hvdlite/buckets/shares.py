@@ -99,13 +99,21 @@ class Planner:
 
 
 def by_slice(size: int, plans: Sequence[BucketPlan]) -> list[BucketPlan]:
-    """Gives each of ``size`` ranks an equal part of every bucket, which begins at a multiple of `ALIGNMENT_BYTES`."""
+    """Gives each of ``size`` ranks an equal part of every bucket.
+
+    Where that cuts a parameter, its part before the cut is a multiple of `ALIGNMENT_BYTES`, so that vectorized code
+    sees a part as it would see the whole: with the same elements in each vector, and in the same rest behind the last.
+    """
     divided = []
     for plan in plans:
-        # So that vectorized code sees a part as it would see the whole: with the same elements in each vector.
         step = max(1, ALIGNMENT_BYTES // plan.dtype.itemsize)
         lines = -(-plan.grad_numel // step)
-        bounds = (min(lines * rank // size * step, plan.grad_numel) for rank in range(size + 1))
+        bounds = []
+        for rank in range(size + 1):
+            bound = min(lines * rank // size * step, plan.grad_numel)
+            # Without gaps a parameter may begin anywhere.
+            cut = next((piece for piece in plan.slices if piece.start < bound < piece.stop), None)
+            bounds.append(bound if cut is None else bound - (bound - cut.start) % step)
         divided.append(replace(plan, bounds=tuple(bounds)))
     return divided
 

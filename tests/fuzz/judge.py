@@ -142,7 +142,9 @@ def judge(program: Program, leg: Leg, outcomes: Sequence[Outcome]) -> Finding | 
             try:
                 truth.do(at, action, recorded[at] if is_compared else None)
             except Exception as error:  # noqa: BLE001 - torch refuses the program
-                raised, raised_at = error, at
+                # The other ranks may have been refused before these came so far.
+                if at < raised_at:
+                    raised, raised_at = error, at
                 break
             if is_compared and at in different and not said:
                 said.append(different[at])
@@ -150,8 +152,6 @@ def judge(program: Program, leg: Leg, outcomes: Sequence[Outcome]) -> Finding | 
                 if any(outcome.stack is not None for outcome in outcomes):
                     break
                 return Finding(_kind_of(said[0]), f"action {at}: " + "; ".join(said))
-        if raised is not None:
-            break
     return _judge_ends(outcomes, rules.excuse, raised, raised_at)
 
 

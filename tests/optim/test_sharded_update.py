@@ -100,6 +100,30 @@ def test_every_optimizer_of_torch_has_the_bits_that_it_has_on_ranks_that_update_
     run_ranks(size, train, engine="shared memory")
 
 
+class WithoutGaps(hvd.Exchange):
+    """The sum of all ranks: buckets of a user's exchange have no gaps between parameters."""
+
+    def begin(self, gradients: Any, links: Any) -> Any:
+        return hvd.ExchangeWork(gradients, [links.all.all_reduce(gradients.flat, "gradients")])
+
+
+def test_half_precision_in_buckets_without_gaps_has_the_bits_of_ranks_that_update_everything():
+    """The last elements of a tensor, fewer than a vector has, are rounded otherwise than those within one."""
+    model = nn.ParameterList([torch.linspace(-1, 1, 320).half(), torch.ones(1).half()])
+
+    def train(group: Group) -> None:
+        models = [copy.deepcopy(model), copy.deepcopy(model)]
+        for each, shard in zip(models, [None, "world"], strict=True):
+            inner = torch.optim.SGD(each.parameters(), lr=0.1)
+            optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), exchange=WithoutGaps, shard=shard)
+            each[0].grad = torch.linspace(0.1, 2, 320).half() * (group.rank + 1)
+            optimizer.step()
+            optimizer.close()
+        assert bits(models[0]) == bits(models[1])
+
+    run_ranks(2, train, engine="shared memory")
+
+
 @pytest.mark.parametrize("name", ["AdamW", "Muon", "SGD nesterov"])
 def test_a_consolidated_state_is_that_of_one_rank_that_updates_everything(name):
     def train(group: Group) -> tuple[dict[str, Any], dict[str, Any], float]:
