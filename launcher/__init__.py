@@ -6,7 +6,7 @@
 
 Packages and modules import only what stands before them, and within a package its own docstring has the order:
 
-    version < errors < system < wire < store < plan < host < agents < workers < screen < status
+    version < errors < system < protocol < store < plan < host < agents < workers < screen < status
             < elastic < job < check < cli < function
 
 No module imports torch or hvdlite, so the launcher starts fast and runs where torch is not installed. Besides the

@@ -26,11 +26,7 @@ from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot
 from ..plan.ssh import explain
 from ..plan.worker_environment import job_dir, slot_environment
-from ..store.server import Store
-from ..system import open_files, process_tree
-from ..system.network import address_towards, own_address, some_address
-from ..system.terminal_text import StatusLine
-from ..wire.messages import (
+from ..protocol.messages import (
     AskStatus,
     Event,
     Hello,
@@ -42,6 +38,10 @@ from ..wire.messages import (
     StartJob,
     StartWorkers,
 )
+from ..store.server import Store
+from ..system import open_files, process_tree
+from ..system.network import address_towards, own_address, some_address
+from ..system.terminal_text import StatusLine
 from .connection_loop import MOST_CONNECTORS, ConnectionLoop, Connectors
 from .remote_agent import RemoteAgent, local_agent_argv
 from .wait_for_agents import AgentAnswers, wait_for_agents

@@ -23,14 +23,8 @@ from typing import IO
 from ..errors import ProtocolError, one_reason
 from ..plan.hosts import Host
 from ..plan.ssh import SSH_FAILED, killed_by, last_words, why_not_there_yet
-from ..store.server import Store
-from ..system.open_files import as_before
-from ..system.signals import signal_name
-from ..system.terminal_text import one_line
-from ..version import VERSION
-from ..wire.agent_frames import FROM_AGENT, MARK, WINDOW_BYTES, encode
-from ..wire.channel import BEAT_S, SILENCE_S, Channel
-from ..wire.messages import (
+from ..protocol.channel import BEAT_S, FROM_AGENT, MARK, SILENCE_S, WINDOW_BYTES, Channel, encode
+from ..protocol.messages import (
     AgentSaid,
     Answered,
     Beat,
@@ -47,7 +41,12 @@ from ..wire.messages import (
     OutputTaken,
     Refused,
 )
-from ..wire.store_messages import StoreEvent
+from ..protocol.store_messages import StoreEvent
+from ..store.server import Store
+from ..system.open_files import as_before
+from ..system.signals import signal_name
+from ..system.terminal_text import one_line
+from ..version import VERSION
 from .connection_loop import ConnectionLoop, Connectors
 
 _READ_BYTES = 1 << 18

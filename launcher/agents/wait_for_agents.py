@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from ..errors import LauncherError
-from ..system.signals import signal_name
-from ..wire.messages import (
+from ..protocol.messages import (
     AgentSaid,
     Answered,
     Event,
@@ -21,6 +20,7 @@ from ..wire.messages import (
     ReportAsked,
     UserSignal,
 )
+from ..system.signals import signal_name
 
 
 class SignalledError(LauncherError):

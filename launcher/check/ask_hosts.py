@@ -18,9 +18,9 @@ from ..job.launch import signals_as_events
 from ..plan.hosts import Host
 from ..plan.job_spec import JobSpec
 from ..plan.slots import plan_slots
+from ..protocol.messages import AgentSaid, Event, Exited, Interrupted, LoopFailed, Lost, Output, Refused, Started
 from ..system.signals import shell_code
 from ..system.terminal_text import say
-from ..wire.messages import AgentSaid, Event, Exited, Interrupted, LoopFailed, Lost, Output, Refused, Started
 from ..workers.failure_message import Tail
 
 _MOST_BYTES = 1 << 20  # of a host's stdout

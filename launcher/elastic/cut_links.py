@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from ..wire.messages import Alive, InitFailed
-from ..wire.silent_links import Said, silent_between
+from ..protocol.messages import Alive, InitFailed
+from ..status.causes import Said, silent_between
 
 # Of --hang-timeout: with it the job goes on within 20 s by default. The kernel repeats data that nobody acknowledges
 # at growing intervals, the last within these 15 s after 12.7 s: a network that is back by then is not taken for cut.

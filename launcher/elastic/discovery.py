@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from ..errors import LauncherError, UsageError, in_words
 from ..plan.elastic_spec import DiscoveryScript
 from ..plan.hosts import AUTO, Host, find_this_machine, parse_host
+from ..protocol.messages import DiscoveryFailed, HostsFound
 from ..system import open_files, process_tree
 from ..system.signals import signal_name
 from ..system.terminal_text import one_line
-from ..wire.messages import DiscoveryFailed, HostsFound
 
 _MOST_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 200

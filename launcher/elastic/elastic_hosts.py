@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..agents.agent_group import Agents
 from ..agents.wait_for_agents import not_there_yet, still_not_there
 from ..plan.hosts import AUTO
-from ..wire.messages import Hello
+from ..protocol.messages import Hello
 
 
 @dataclass

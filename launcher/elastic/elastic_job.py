@@ -17,10 +17,7 @@ from dataclasses import dataclass, field
 from hvdlite_wire.assignments import Dismissal, RankAssignment
 
 from ..plan.worker_environment import elastic_environment
-from ..screen.job_screen import Screen
-from ..store.server import Store
-from ..system.signals import shell_code, signal_name
-from ..wire.messages import (
+from ..protocol.messages import (
     Alive,
     Answered,
     DiscoveryFailed,
@@ -35,6 +32,9 @@ from ..wire.messages import (
     Refused,
     Unresponsive,
 )
+from ..screen.job_screen import Screen
+from ..store.server import Store
+from ..system.signals import shell_code, signal_name
 from ..workers.ending import FAILURE_GRACE_S, Ending
 from ..workers.failure_message import JobOutcome, failure_message, name_workers
 from ..workers.first_failure import FirstFailure

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from ..protocol.messages import Alive, Unresponsive
 from ..store.server import Store
-from ..wire.messages import Alive, Unresponsive
 
 _ASKED_PER_LIMIT = 4
 _LONGEST_PAUSE_S = 2.5

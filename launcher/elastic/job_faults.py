@@ -18,10 +18,10 @@ from hvdlite_wire.fault_points import ASKS, answer_key, worker_form
 
 from ..agents.agent_group import Agents
 from ..plan.chaos_spec import OF_A_HOST, ChaosFault, ChaosSpec
+from ..protocol.messages import Event, Exited, FaultAsked, InitDone, Lost
 from ..store.server import Store
 from ..system.signals import signal_name
 from ..system.terminal_text import table
-from ..wire.messages import Event, Exited, FaultAsked, InitDone, Lost
 from ..workers.ending import Ending
 from ..workers.observer import Observer
 from .elastic_workers import Member

@@ -3,8 +3,8 @@
     sshd, or the launcher ── remote_parent ── agent ── start_workers, forked_workers, worker_pipes
 
 The launcher (`agents.remote_agent`) starts a remote_parent on each host, itself or by ssh. That forks the agent, which
-uses the other modules for the workers, and `wire.channel` to talk to the launcher. They share its selector, in which
-the data of each registration is a function without arguments, which the agent's loop calls.
+uses the other modules for the workers, and `protocol.channel` to talk to the launcher. They share its selector, in
+which the data of each registration is a function without arguments, which the agent's loop calls.
 
 Modules import only what stands before them:
 

@@ -31,15 +31,8 @@ from hvdlite_wire.job_contract import Note, note_file
 from ..errors import LauncherError, ProtocolError, in_words
 from ..plan.python_command import parse_python
 from ..plan.worker_environment import job_dir, store_socket
-from ..store.cache import Cache
-from ..store.relay import Relay
-from ..system import job_directory, network, open_files, process_tree
-from ..system.machine import machine_id, slots_by_hardware
-from ..system.signals import signals_as_bytes
-from ..version import VERSION
-from ..wire.agent_frames import MARK
-from ..wire.channel import SILENCE_S, Channel
-from ..wire.messages import (
+from ..protocol.channel import MARK, SILENCE_S, Channel
+from ..protocol.messages import (
     AskStatus,
     Beat,
     Exited,
@@ -57,7 +50,13 @@ from ..wire.messages import (
     StartJob,
     StartWorkers,
 )
-from ..wire.store_messages import StoreCommand, StoreEvent
+from ..protocol.store_messages import StoreCommand, StoreEvent
+from ..store.cache import Cache
+from ..store.relay import Relay
+from ..system import job_directory, network, open_files, process_tree
+from ..system.machine import machine_id, slots_by_hardware
+from ..system.signals import signals_as_bytes
+from ..version import VERSION
 from .forked_workers import ForkedWorkers
 from .host_load import HostLoad
 from .killed_workers import KilledWorkers

@@ -14,9 +14,9 @@ from typing import IO
 
 from ..errors import in_words
 from ..plan.worker_environment import OWN_VARIABLES, HostEnvironment, variables_set
+from ..protocol.messages import Refused, StartJob, Stream
 from ..system import open_files, process_tree
 from ..system.machine import usable_cores
-from ..wire.messages import Refused, StartJob, Stream
 
 # What is in it is imported when a Python interpreter starts: see its `sitecustomize`.
 _DIRECTORY_OF_HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "path")

@@ -24,8 +24,8 @@ from hvdlite_wire.job_contract import note_file
 from hvdlite_wire.processes import stat_of
 from hvdlite_wire.worker_status import HostUsage, OwnStatus
 
-from ..wire.agent_frames import encode
-from ..wire.messages import AskStatus, StatusTold
+from ..protocol.channel import encode
+from ..protocol.messages import AskStatus, StatusTold
 from .collect import Questions, collect, read_own, status_of
 from .host_load import HostLoad
 

@@ -16,9 +16,8 @@ from functools import partial
 from typing import IO
 
 from ..errors import ProtocolError
-from ..wire.agent_frames import WINDOW_BYTES
-from ..wire.channel import Channel
-from ..wire.messages import Output, Stream
+from ..protocol.channel import WINDOW_BYTES, Channel
+from ..protocol.messages import Output, Stream
 from .start_workers import Worker
 
 _READ_BYTES = 1 << 16

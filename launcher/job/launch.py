@@ -25,6 +25,7 @@ from ..errors import UsageError
 from ..plan.hosts import AUTO, Host, count_auto_slots, each_machine_once
 from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot, plan_slots
+from ..protocol.messages import Event, HostsFound, Interrupted, ReportAsked, ScreenDone, UserSignal
 from ..screen.display import draws_in_place
 from ..screen.job_screen import Screen, shown_by_rank, shown_by_slots
 from ..screen.json_log import JsonLog, LogEvents
@@ -45,7 +46,6 @@ from ..system import process_tree
 from ..system.signals import signals_as_bytes
 from ..system.terminal_text import say
 from ..system.user_files import require_directory, require_writable, write_json, write_text
-from ..wire.messages import Event, HostsFound, Interrupted, ReportAsked, ScreenDone, UserSignal
 from ..workers.ending import Ending
 from ..workers.failure_message import JobOutcome
 from ..workers.first_failure import FirstFailure

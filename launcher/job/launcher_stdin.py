@@ -19,7 +19,7 @@ import threading
 import time
 from queue import SimpleQueue
 
-from ..wire.messages import Event, InputRead
+from ..protocol.messages import Event, InputRead
 
 # A frame with one piece fits in an empty pipe. The agent's is empty when it asks, so sending never blocks.
 _PIECE_BYTES = 1 << 15

@@ -17,10 +17,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from queue import Empty, SimpleQueue
 
 from ..elastic.elastic_job import ElasticJob
-from ..screen.job_screen import Screen
-from ..status.reports import Reports
-from ..system.signals import shell_code
-from ..wire.messages import (
+from ..protocol.messages import (
     AgentSaid,
     Alive,
     Answered,
@@ -52,6 +49,9 @@ from ..wire.messages import (
     UserSignal,
     WatchAsked,
 )
+from ..screen.job_screen import Screen
+from ..status.reports import Reports
+from ..system.signals import shell_code
 from ..workers.ending import Ending
 from ..workers.failure_message import JobOutcome
 from ..workers.first_failure import FirstFailure

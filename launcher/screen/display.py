@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from ..protocol.messages import Stream
 from ..system.terminal_text import visible, visible_bytes
-from ..wire.messages import Stream
 from .footer import ERASE, Footer
 from .held_tracebacks import Traceback, TracebacksInView
 from .lines import Lines

@@ -26,7 +26,7 @@ from queue import Empty, SimpleQueue
 from ..errors import UsageError
 from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot
-from ..wire.messages import Event, Output, ScreenDone, ScreenFailed, Stream
+from ..protocol.messages import Event, Output, ScreenDone, ScreenFailed, Stream
 from ..workers.failure_message import quotes
 from .display import Display, View, Whose
 from .held_tracebacks import HeldTracebacks, Traceback

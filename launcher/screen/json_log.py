@@ -20,8 +20,19 @@ from collections.abc import Callable
 from hvdlite_wire.safe_paths import write_all, write_file
 
 from ..errors import UsageError, why_not_written
+from ..protocol.messages import (
+    Event,
+    Exited,
+    InitDone,
+    InitStarted,
+    Interrupted,
+    Lost,
+    Output,
+    Stalled,
+    Started,
+    Stream,
+)
 from ..system.signals import shell_code, signal_name
-from ..wire.messages import Event, Exited, InitDone, InitStarted, Interrupted, Lost, Output, Stalled, Started, Stream
 from ..workers.observer import Observer
 from ..workers.roster import Roster
 from .lines import MAX_LINE_BYTES

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping
 from hvdlite_wire.safe_paths import write_all, write_file
 
 from ..errors import UsageError, why_not_written
+from ..protocol.messages import Output, Stream
 from ..system.open_files import allow
-from ..wire.messages import Output, Stream
 
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 # How many ended workers of an elastic job keep their files open, for processes that they have left running. The output

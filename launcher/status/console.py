@@ -29,8 +29,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..errors import JobEndsError, LauncherError, UsageError
+from ..protocol.messages import ReportAsked, WatchAsked
 from ..system.terminal_text import command_in_one_line, table
-from ..wire.messages import ReportAsked, WatchAsked
 
 _REPORT, _WATCH, _ABOUT = b"report\n", b"watch\n", b"about\n"
 _REQUEST_BYTES = 16

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from ..wire.messages import (
+from ..protocol.messages import (
     Answered,
     Event,
     Exited,

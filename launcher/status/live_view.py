@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..protocol.messages import Event, WatchAsked
 from ..screen.display import View
-from ..wire.messages import Event, WatchAsked
 from ..workers.observer import Observer
 from .job_facts import JobFacts
 from .job_view import JobView, age, bytes_in_short, in_short, severity, trouble_of

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from hvdlite_wire.worker_status import HostUsage, Pace
 
-from ..wire.messages import AskStatus, Event, StatusTold
+from ..protocol.messages import AskStatus, Event, StatusTold
 from ..workers.ending import Ending
 from ..workers.observer import Observer
 from .rank_status import RankStatus, sorted_by_rank

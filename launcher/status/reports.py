@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from hvdlite_wire.safe_paths import write_file
 
 from ..errors import why_not_written
-from ..wire.messages import AskStatus, ReportAsked, Stalled, StatusTold, Unresponsive
+from ..protocol.messages import AskStatus, ReportAsked, Stalled, StatusTold, Unresponsive
 from ..workers.ending import Ending
 from .rank_status import RankStatus
 from .report_text import JobReport

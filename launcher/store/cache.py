@@ -18,8 +18,8 @@ from hvdlite_wire.codec import MessageError, decode
 from hvdlite_wire.field_types import HostLinks, Refusals
 from hvdlite_wire.store_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, generation_of, pack, unpack
 
-from ..wire.messages import Alive, InitDone, InitFailed, InitStarted, Stalled
-from ..wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, StoreCommand, StoreEvent, Want
+from ..protocol.messages import Alive, InitDone, InitFailed, InitStarted, Stalled
+from ..protocol.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, StoreCommand, StoreEvent, Want
 
 Reply = Callable[[int, bytes], None]
 

@@ -31,7 +31,7 @@ from hvdlite_wire.store_requests import (
     unpack,
 )
 
-from ..wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, StoreCommand, StoreEvent, Want
+from ..protocol.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, StoreCommand, StoreEvent, Want
 
 # Maps the old value to the new value and the answer; None means that the key is not set.
 _Change = Callable[[bytes | None], tuple[bytes | None, bytes]]

@@ -12,8 +12,8 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from ..protocol.messages import ScreenFailed
 from ..system.signals import signal_name
-from ..wire.messages import ScreenFailed
 
 _TAIL_LINES = 50
 _STDOUT_LINES = 5

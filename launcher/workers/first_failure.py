@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
 from ..plan.slots import Slot
+from ..protocol.messages import Alive, Exited, HostEvent, InitDone, InitFailed, InitStarted, Lost, Refused
 from ..system.signals import shell_code
-from ..wire.messages import Alive, Exited, HostEvent, InitDone, InitFailed, InitStarted, Lost, Refused
 from .ending import Ending
 from .failure_message import JobOutcome, failure_message, name_ranks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..wire.messages import Event
+from ..protocol.messages import Event
 
 
 class Observer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..wire.messages import Exited, Output, Stream
+from ..protocol.messages import Exited, Output, Stream
 from .failure_message import Failure, Tail, name_ranks, name_workers
 
 

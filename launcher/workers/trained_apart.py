@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from ..wire.messages import Event, Exited, InitStarted, Started
+from ..protocol.messages import Event, Exited, InitStarted, Started
 from .ending import Ending
 from .failure_message import name_ranks, name_workers
 from .observer import Observer

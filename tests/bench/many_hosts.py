@@ -24,13 +24,13 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+from hvdlite_launcher.protocol.channel import MARK, encode
+from hvdlite_launcher.protocol.messages import Beat, Exited, Hello, Message, Started
 from hvdlite_launcher.system.open_files import allow, as_before
 from hvdlite_launcher.version import VERSION
-from hvdlite_launcher.wire.agent_frames import MARK, encode
-from hvdlite_launcher.wire.messages import Beat, Exited, Hello, Message, Started
 
 _HEADER = struct.Struct(">BII")  # of a frame: its kind, a number, and the length of what follows
-_KIND_OF_GREET, _KIND_OF_START = 19, 16  # see `agent_frames`
+_KIND_OF_GREET, _KIND_OF_START = 19, 16  # see `protocol.channel`
 _BEAT_S = 2.0
 _IDLE_S = 6.0
 _PATIENCE_S = 300.0

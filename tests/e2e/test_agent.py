@@ -8,8 +8,8 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hvdlite_launcher.wire.agent_frames import FROM_AGENT, MARK, Decoder, encode
-from hvdlite_launcher.wire.messages import (
+from hvdlite_launcher.protocol.channel import FROM_AGENT, MARK, Decoder, encode
+from hvdlite_launcher.protocol.messages import (
     Exited,
     Greet,
     Hello,
@@ -20,7 +20,7 @@ from hvdlite_launcher.wire.messages import (
     Started,
     StartWorkers,
 )
-from hvdlite_launcher.wire.store_messages import Answer
+from hvdlite_launcher.protocol.store_messages import Answer
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from e2e.conftest import wait_until
 from hvdlite_launcher.plan.worker_environment import OWN_VARIABLES
-from hvdlite_launcher.wire.channel import SILENCE_S
+from hvdlite_launcher.protocol.channel import SILENCE_S
 
 pytestmark = pytest.mark.new_processes("what workers are started with, and which processes there are")
 

@@ -16,7 +16,7 @@ import hvdlite_launcher.version
 import psutil
 import pytest
 from e2e.conftest import PATIENCE_S, TEARDOWN_S, assert_clean, is_called, ready, wait_until
-from hvdlite_launcher.wire.channel import SILENCE_S
+from hvdlite_launcher.protocol.channel import SILENCE_S
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from hvdlite_launcher.host.forked_workers import ForkedWorkers
 from hvdlite_launcher.host.start_workers import Worker, command_of, common_environment, start_workers
 from hvdlite_launcher.plan.python_command import parse_python
 from hvdlite_launcher.plan.worker_environment import elastic_environment
+from hvdlite_launcher.protocol.messages import StartJob
 from hvdlite_launcher.system import process_tree
-from hvdlite_launcher.wire.messages import StartJob
 
 OWN = elastic_environment(5, "here", 1)
 

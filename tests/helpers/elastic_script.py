@@ -12,9 +12,9 @@ from hvdlite_launcher.elastic.membership import Membership
 from hvdlite_launcher.job.supervisor import Supervisor
 from hvdlite_launcher.plan.chaos_spec import parse_chaos
 from hvdlite_launcher.plan.elastic_spec import Policy
+from hvdlite_launcher.protocol.messages import Answered, Hello, HostsFound, InitDone, InitStarted
 from hvdlite_launcher.status.reports import Reports
 from hvdlite_launcher.store.server import Store
-from hvdlite_launcher.wire.messages import Answered, Hello, HostsFound, InitDone, InitStarted
 from hvdlite_launcher.workers.ending import Ending
 from hvdlite_launcher.workers.roster import Roster
 from hvdlite_wire.assignments import ANSWERS, assignment_key

@@ -49,8 +49,8 @@ from agent_stand_in import AGENT, receive, send, spaces, surroundings
 from hvdlite_launcher.host import agent, forked_workers, remote_parent, start_workers, worker_hooks
 from hvdlite_launcher.host.start_workers import ForkedProcess, Worker
 from hvdlite_launcher.plan.python_command import PythonCommand, parse_python
+from hvdlite_launcher.protocol.messages import StartJob
 from hvdlite_launcher.system import process_tree
-from hvdlite_launcher.wire.messages import StartJob
 
 import hvdlite
 from hvdlite.worker import fork_server, forked_program

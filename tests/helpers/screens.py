@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any
 
+from hvdlite_launcher.protocol.messages import Event, Output
 from hvdlite_launcher.screen.display import Display
 from hvdlite_launcher.screen.job_screen import Screen, post_failures
-from hvdlite_launcher.wire.messages import Event, Output
 
 
 def screen_on(

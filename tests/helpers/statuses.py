@@ -1,7 +1,7 @@
 """What agents tell of workers, as the launcher gets it."""
 
-from hvdlite_launcher.wire.agent_frames import Decoder, encode
-from hvdlite_launcher.wire.messages import StatusTold
+from hvdlite_launcher.protocol.channel import Decoder, encode
+from hvdlite_launcher.protocol.messages import StatusTold
 from hvdlite_wire.worker_status import Source, Wait, WorkerStatus
 
 

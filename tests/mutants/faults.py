@@ -316,10 +316,10 @@ _LAUNCHER = [
     ),
     Mutant(
         "what the launcher sends does not end its silence",
-        "launcher/wire/channel.py",
+        "launcher/protocol/channel.py",
         "        self.hear()\n        if not data:",
         "        if not data:",
-        ("tests/launcher/wire/test_channel.py::test_beats_are_sent_as_long_as_the_launcher_is_heard",),
+        ("tests/launcher/protocol/test_channel.py::test_beats_are_sent_as_long_as_the_launcher_is_heard",),
     ),
     Mutant(
         "workers that are being ended are counted as ranks",

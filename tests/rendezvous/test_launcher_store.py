@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import in_child
-from hvdlite_launcher.wire.messages import InitDone, InitFailed, InitStarted
-from hvdlite_launcher.wire.store_messages import Want
+from hvdlite_launcher.protocol.messages import InitDone, InitFailed, InitStarted
+from hvdlite_launcher.protocol.store_messages import Want
 from hvdlite_wire.store_requests import MAX_REQUEST_BYTES, StoreRequest
 from local_store import local_agents
 

@@ -16,9 +16,9 @@ from hvdlite_launcher.agents.connection_loop import MOST_CONNECTORS
 from hvdlite_launcher.errors import LauncherError
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.worker_environment import job_dir
+from hvdlite_launcher.protocol.channel import MARK, encode
+from hvdlite_launcher.protocol.messages import Hello
 from hvdlite_launcher.version import VERSION
-from hvdlite_launcher.wire.agent_frames import MARK, encode
-from hvdlite_launcher.wire.messages import Hello
 
 
 def job_that(looks_up):

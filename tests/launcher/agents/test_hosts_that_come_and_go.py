@@ -14,8 +14,8 @@ from hvdlite_launcher.plan.elastic_spec import ElasticSpec, Policy
 from hvdlite_launcher.plan.exported_variables import WorkerEnvironment
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.job_spec import JobSpec
+from hvdlite_launcher.protocol.messages import Answered, Started
 from hvdlite_launcher.store.server import Store
-from hvdlite_launcher.wire.messages import Answered, Started
 from reachable import reachable
 
 PATIENCE_S = 60

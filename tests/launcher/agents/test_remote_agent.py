@@ -13,10 +13,8 @@ import pytest
 from hvdlite_launcher.agents.connection_loop import ConnectionLoop, Connectors
 from hvdlite_launcher.agents.remote_agent import RemoteAgent
 from hvdlite_launcher.plan.hosts import Host
-from hvdlite_launcher.store.server import Store
-from hvdlite_launcher.version import VERSION
-from hvdlite_launcher.wire.agent_frames import MARK, encode
-from hvdlite_launcher.wire.messages import (
+from hvdlite_launcher.protocol.channel import MARK, encode
+from hvdlite_launcher.protocol.messages import (
     AgentSaid,
     Answered,
     Exited,
@@ -31,7 +29,9 @@ from hvdlite_launcher.wire.messages import (
     Refused,
     Started,
 )
-from hvdlite_launcher.wire.store_messages import Ask, Want
+from hvdlite_launcher.protocol.store_messages import Ask, Want
+from hvdlite_launcher.store.server import Store
+from hvdlite_launcher.version import VERSION
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,7 +5,7 @@ import signal
 import pytest
 from hvdlite_launcher.agents.wait_for_agents import wait_for_agents
 from hvdlite_launcher.errors import LauncherError
-from hvdlite_launcher.wire.messages import AgentSaid, Answered, Hello, Interrupted, LoopFailed, Lost, NotThereYet
+from hvdlite_launcher.protocol.messages import AgentSaid, Answered, Hello, Interrupted, LoopFailed, Lost, NotThereYet
 from scripts import Script
 
 HELLO = Hello("1", None, "10.0.0.1", 4000)

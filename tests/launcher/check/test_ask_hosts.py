@@ -7,7 +7,16 @@ from hvdlite_launcher.agents.wait_for_agents import SignalledError
 from hvdlite_launcher.check.ask_hosts import Question, Reply, ReplyCollector
 from hvdlite_launcher.errors import LauncherError
 from hvdlite_launcher.plan.hosts import Host
-from hvdlite_launcher.wire.messages import AgentSaid, Exited, Interrupted, LoopFailed, Lost, Output, Refused, Started
+from hvdlite_launcher.protocol.messages import (
+    AgentSaid,
+    Exited,
+    Interrupted,
+    LoopFailed,
+    Lost,
+    Output,
+    Refused,
+    Started,
+)
 from scripts import Script
 
 QUESTION = Question("looking", ("-V",), patience_s=60)

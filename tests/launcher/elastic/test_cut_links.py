@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from hvdlite_launcher.elastic.cut_links import CutLinks, fewest_to_give_up
-from hvdlite_launcher.wire.messages import Alive
+from hvdlite_launcher.protocol.messages import Alive
 
 
 def between(*pairs: str) -> list[frozenset[str]]:

@@ -13,8 +13,8 @@ import pytest
 from hvdlite_launcher.elastic import discovery
 from hvdlite_launcher.elastic.discovery import Discovery, ScriptError, parse_discovered, run_script
 from hvdlite_launcher.plan.elastic_spec import DiscoveryScript
+from hvdlite_launcher.protocol.messages import DiscoveryFailed, HostsFound
 from hvdlite_launcher.system import open_files
-from hvdlite_launcher.wire.messages import DiscoveryFailed, HostsFound
 
 LIMIT_S = 60
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 from elastic_script import START_TIMEOUT_S, TIME_PASSES, Played, answers, asks, begins
 from hvdlite_launcher.plan.elastic_spec import ON_FAILURE
-from hvdlite_launcher.wire.messages import (
+from hvdlite_launcher.protocol.messages import (
     Alive,
     DiscoveryFailed,
     Exited,
@@ -95,7 +95,7 @@ def test_who_lost_a_rank_gets_a_rank_among_those_that_are_left_and_is_told_why()
 
 
 def _want(key):
-    from hvdlite_launcher.wire.store_messages import Want  # noqa: PLC0415
+    from hvdlite_launcher.protocol.store_messages import Want  # noqa: PLC0415
 
     return Want(key)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hvdlite_launcher.elastic.hangs import Hangs
-from hvdlite_launcher.wire.messages import Alive, Unresponsive
+from hvdlite_launcher.protocol.messages import Alive, Unresponsive
 
 LIMIT_S = 8.0
 PAUSE_S = 2.0

@@ -12,9 +12,9 @@ from hvdlite_launcher.elastic.elastic_hosts import ElasticHosts
 from hvdlite_launcher.elastic.elastic_job import ElasticJob
 from hvdlite_launcher.elastic.membership import Membership
 from hvdlite_launcher.plan.elastic_spec import ON_FAILURE, Policy
+from hvdlite_launcher.protocol.messages import Answered, Exited, Hello, HostsFound, InitDone, InitStarted
 from hvdlite_launcher.store.cache import Cache
 from hvdlite_launcher.store.server import Store
-from hvdlite_launcher.wire.messages import Answered, Exited, Hello, HostsFound, InitDone, InitStarted
 from hvdlite_launcher.workers.ending import Ending
 from hvdlite_launcher.workers.roster import Roster
 from hvdlite_wire.assignments import ANSWERS, Dismissal, RankAssignment, assignment_key

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdlite_launcher.elastic.cut_links import MOST_FAILED_MEETINGS, RefusedLinks
-from hvdlite_launcher.wire.messages import InitFailed
+from hvdlite_launcher.protocol.messages import InitFailed
 
 HOST_OF = {0: "a", 1: "a", 2: "b", 3: "c"}
 AT = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3", "d": "10.0.0.4"}

@@ -11,9 +11,9 @@ import sys
 import pytest
 from hvdlite_launcher.host.agent import Agent, HostJob
 from hvdlite_launcher.host.start_workers import Worker
+from hvdlite_launcher.protocol.messages import Exited, Greet, InitDone, PeakMemory, Refused, StartJob
 from hvdlite_launcher.system import job_directory, process_tree
 from hvdlite_launcher.version import VERSION
-from hvdlite_launcher.wire.messages import Exited, Greet, InitDone, PeakMemory, Refused, StartJob
 from pidfds import has_pidfds_of_threads
 
 JOB = {

@@ -16,9 +16,9 @@ import psutil
 import pytest
 from hvdlite_launcher.host import collect as collecting
 from hvdlite_launcher.host.collect import collect, read_stacks, status_of
-from hvdlite_launcher.wire.agent_frames import FROM_AGENT, Decoder
-from hvdlite_launcher.wire.agent_frames import encode as frame_of
-from hvdlite_launcher.wire.messages import StatusTold
+from hvdlite_launcher.protocol.channel import FROM_AGENT, Decoder
+from hvdlite_launcher.protocol.channel import encode as frame_of
+from hvdlite_launcher.protocol.messages import StatusTold
 from hvdlite_wire.codec import encode
 from hvdlite_wire.worker_status import Frame, OwnStatus, Source, Thread
 

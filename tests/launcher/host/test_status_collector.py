@@ -11,8 +11,8 @@ import pytest
 from hvdlite_launcher.host import collect as collecting
 from hvdlite_launcher.host.host_load import HostLoad
 from hvdlite_launcher.host.status_collector import StatusCollector
-from hvdlite_launcher.wire.agent_frames import Decoder, encode
-from hvdlite_launcher.wire.messages import AskStatus, StatusTold
+from hvdlite_launcher.protocol.channel import Decoder, encode
+from hvdlite_launcher.protocol.messages import AskStatus, StatusTold
 from hvdlite_wire.codec import encode as encoded
 from hvdlite_wire.worker_status import OwnStatus, Pace, Source
 from hypothesis import given

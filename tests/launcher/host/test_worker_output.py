@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 from hvdlite_launcher.host.worker_pipes import WorkerOutput
-from hvdlite_launcher.wire.agent_frames import WINDOW_BYTES
-from hvdlite_launcher.wire.messages import Output
+from hvdlite_launcher.protocol.channel import WINDOW_BYTES
+from hvdlite_launcher.protocol.messages import Output
 
 
 class Wire:

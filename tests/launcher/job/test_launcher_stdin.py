@@ -5,7 +5,7 @@ from queue import SimpleQueue
 
 import pytest
 from hvdlite_launcher.job.launcher_stdin import Stdin
-from hvdlite_launcher.wire.messages import InputRead
+from hvdlite_launcher.protocol.messages import InputRead
 
 
 @pytest.fixture

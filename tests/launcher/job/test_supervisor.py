@@ -9,8 +9,7 @@ import pytest
 from hvdlite_launcher.job.supervisor import Supervisor
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.slots import plan_slots
-from hvdlite_launcher.status.reports import Reports
-from hvdlite_launcher.wire.messages import (
+from hvdlite_launcher.protocol.messages import (
     Event,
     Exited,
     InitDone,
@@ -27,6 +26,7 @@ from hvdlite_launcher.wire.messages import (
     Started,
     UserSignal,
 )
+from hvdlite_launcher.status.reports import Reports
 from hvdlite_launcher.workers.ending import FAILURE_GRACE_S, SAME_SIGNAL_S, Ending
 from hvdlite_launcher.workers.first_failure import PEER_LEFT_S, PEER_LOST_S, SAME_TIME_S, FirstFailure
 from hvdlite_launcher.workers.roster import Roster

@@ -11,8 +11,8 @@ import threading
 from queue import SimpleQueue
 
 import pytest
+from hvdlite_launcher.protocol.messages import Output, ScreenDone
 from hvdlite_launcher.screen.held_tracebacks import HOLD_S, HeldTracebacks, Traceback
-from hvdlite_launcher.wire.messages import Output, ScreenDone
 from hvdlite_launcher.workers.failure_message import Failure, Tail, failure_message
 from hypothesis import given
 from hypothesis import strategies as st

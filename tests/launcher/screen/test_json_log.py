@@ -6,9 +6,9 @@ import os
 
 import pytest
 from hvdlite_launcher.errors import UsageError
+from hvdlite_launcher.protocol.messages import Exited, InitDone, Interrupted, Lost, Output, Started
 from hvdlite_launcher.screen import json_log
 from hvdlite_launcher.screen.json_log import JsonLog, LogEvents
-from hvdlite_launcher.wire.messages import Exited, InitDone, Interrupted, Lost, Output, Started
 from hvdlite_launcher.workers.roster import Roster
 from hypothesis import given
 from hypothesis import strategies as st

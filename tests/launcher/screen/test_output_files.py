@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 from hvdlite_launcher.errors import UsageError
+from hvdlite_launcher.protocol.messages import Output
 from hvdlite_launcher.screen.output_files import OutputFiles
-from hvdlite_launcher.wire.messages import Output
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 import pytest
 from endings import ending_of
-from hvdlite_launcher.status.first_minute import FirstMinute
-from hvdlite_launcher.wire.messages import (
+from hvdlite_launcher.protocol.messages import (
     Answered,
     Exited,
     Hello,
@@ -14,6 +13,7 @@ from hvdlite_launcher.wire.messages import (
     Output,
     Started,
 )
+from hvdlite_launcher.status.first_minute import FirstMinute
 
 HELLO = Hello("1", 1, None, 1)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from endings import ending_of
+from hvdlite_launcher.protocol.messages import Event, Exited, InitDone, InitFailed, InitStarted, Output
 from hvdlite_launcher.status.first_minute import LateStart
-from hvdlite_launcher.wire.messages import Event, Exited, InitDone, InitFailed, InitStarted, Output
 
 
 def reports_of(start_timeout_s: float, *events: tuple[float, Event]) -> list[tuple[float, float]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from endings import ending_of
+from hvdlite_launcher.protocol.messages import ReportAsked, Stalled, Unresponsive
 from hvdlite_launcher.status.reports import Reports
-from hvdlite_launcher.wire.messages import ReportAsked, Stalled, Unresponsive
 from statuses import told
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from endings import ending_of
 from hvdlite_launcher.host.collect import read_stacks
+from hvdlite_launcher.protocol.messages import Exited, Lost, ReportAsked, Started
 from hvdlite_launcher.status.job_facts import JobFacts
 from hvdlite_launcher.status.job_view import JobView
 from hvdlite_launcher.status.live_view import LiveView
@@ -14,7 +15,6 @@ from hvdlite_launcher.status.metrics import metrics_text
 from hvdlite_launcher.status.progress import JobProgress
 from hvdlite_launcher.status.reports import Reports
 from hvdlite_launcher.status.summary import summary_data
-from hvdlite_launcher.wire.messages import Exited, Lost, ReportAsked, Started
 from hvdlite_launcher.workers.failure_message import JobOutcome
 from hvdlite_wire.worker_status import Frame, HostUsage, Pace, Process, Source, StepStatus, Thread
 from statuses import told

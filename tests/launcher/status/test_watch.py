@@ -1,11 +1,11 @@
 """Who looks at a job has its workers asked, and gets what there is to see."""
 
 from endings import ending_of
+from hvdlite_launcher.protocol.messages import WatchAsked
 from hvdlite_launcher.status.job_facts import JobFacts
 from hvdlite_launcher.status.job_view import JobView
 from hvdlite_launcher.status.live_view import EACH_S, LiveView, Watch
 from hvdlite_launcher.status.progress import JobProgress
-from hvdlite_launcher.wire.messages import WatchAsked
 
 
 class Job:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from endings import ending_of
-from hvdlite_launcher.wire.messages import Exited, InitStarted, Started
+from hvdlite_launcher.protocol.messages import Exited, InitStarted, Started
 from hvdlite_launcher.workers.trained_apart import TrainedApart
 
 WRAP = "wrap the optimizer: hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())"

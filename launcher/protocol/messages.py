@@ -5,7 +5,7 @@
                                                                                  Exited, Refused, Beat ── agent
 
 To end a job the launcher sends `SignalWorkers`, and at last closes the agent's stdin: the agent then kills what is
-left. The messages about the rendezvous store are in `store_messages`, and `agent_frames` encodes both as bytes. The
+left. The messages about the rendezvous store are in `store_messages`, and `channel` encodes both as bytes. The
 types of the fields say what is allowed in what was received. A `LauncherEvent` is made in the launcher and never sent.
 
 ``worker`` is a worker's number, which identifies it during the whole job. Its rank is in its `Slot` (see `slots`).

@@ -4,9 +4,8 @@ import os
 import selectors
 
 import pytest
-from hvdlite_launcher.wire.agent_frames import Decoder, encode
-from hvdlite_launcher.wire.channel import BEAT_S, SILENCE_S, Channel
-from hvdlite_launcher.wire.messages import Beat, Output, SignalWorkers
+from hvdlite_launcher.protocol.channel import BEAT_S, SILENCE_S, Channel, Decoder, encode
+from hvdlite_launcher.protocol.messages import Beat, Output, SignalWorkers
 
 
 class Wire:

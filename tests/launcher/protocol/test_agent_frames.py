@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 from hvdlite_launcher.errors import ProtocolError
-from hvdlite_launcher.wire.agent_frames import FROM_AGENT, FROM_LAUNCHER, MAX_PAYLOAD_BYTES, Decoder, encode
-from hvdlite_launcher.wire.messages import (
+from hvdlite_launcher.protocol.channel import FROM_AGENT, FROM_LAUNCHER, MAX_PAYLOAD_BYTES, Decoder, encode
+from hvdlite_launcher.protocol.messages import (
     Alive,
     AskStatus,
     Beat,
@@ -29,7 +29,7 @@ from hvdlite_launcher.wire.messages import (
     StartWorkers,
     StatusTold,
 )
-from hvdlite_launcher.wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, Want
+from hvdlite_launcher.protocol.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, Want
 from hvdlite_wire import codec
 from hvdlite_wire.worker_status import Frame, HostUsage, Process, Source, Thread, Wait, WorkerStatus
 from hypothesis import given
