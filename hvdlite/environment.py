@@ -2,7 +2,7 @@
 The tables of hvdlite's own environment variables: names, parsers, defaults and meanings.
 
     Environment      the variables that `hvd.init` reads; each field is a row of the table
-    READ_ELSEWHERE   the variables that `hvdlite-run` and `rendezvous.secret` read
+    READ_ELSEWHERE   the variables that `hvdlite-run` and `rendezvous.rank_info` read
     SET_FOR_WORKERS  the variables that `hvdlite-run` sets for each worker
 
 To add a variable, add one entry to one of these. Its parsing, its error messages, the warning about misspelt names
@@ -327,7 +327,7 @@ READ_ELSEWHERE = (
     Variable("SECRET", Format("a secret"), "–", _SECRET),
     Variable("SECRET_FILE", FILE, "–", "contains the secret"),
 )
-"""The other variables that the user may set; `hvdlite-run` and `rendezvous.secret` read them."""
+"""The other variables that the user may set; `hvdlite-run` and `rendezvous.rank_info` read them."""
 
 
 def _set(name: str, format: Format, meaning: str) -> Variable:
@@ -356,7 +356,7 @@ OF_USERS = (*READ_BY_INIT.values(), *READ_ELSEWHERE)
 """All variables that a user may set, in the order of docs/variables.md."""
 
 PLACE_TAKEN = "HVDLITE_PLACE_TAKEN"
-"""The variable that a rank sets for the programs that it starts; see `rendezvous.taken_place`."""
+"""The variable that a rank sets for the programs that it starts; see `rendezvous.launchers`."""
 
 KNOWN = frozenset(name for each in (*OF_USERS, *SET_FOR_WORKERS) for name in each.names) | {PLACE_TAKEN}
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from hvdlite_wire.fault_points import WorkerFault, worker_faults
+from hvdlite_wire.job_contract import WorkerFault, worker_faults
 
 
 class _Armed:

@@ -35,8 +35,7 @@ from .errors import LaunchEnvironmentError
 from .rendezvous.host_address import address_for_others
 from .rendezvous.launcher_store import LauncherStore
 from .rendezvous.launchers import read_placement
-from .rendezvous.rank_info import agree_on_secret
-from .rendezvous.secret import given_secret
+from .rendezvous.rank_info import agree_on_secret, given_secret
 from .rendezvous.store_client import StoreClient
 from .signing import Signer
 

@@ -4,8 +4,8 @@ Signs messages between ranks with HMAC-SHA256, by a key that only the ranks of a
     sender: tag = signer.sign(parts) ── message and tag ── receiver: signer.is_signed(tag, parts)
 
 ``parts`` are the message and all that gives it its meaning, such as the sender's rank. The key is made from the secret
-of `rendezvous.secret`. `rendezvous.rank_info` signs what ranks exchange in the store, `comm.gloo` authenticates gloo's
-connections, `comm.group` signs objects, and `control` signs control messages.
+of `rendezvous.rank_info`, which signs what ranks exchange in the store. `comm.gloo` authenticates gloo's connections,
+`comm.group` signs objects, and `control` signs control messages.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Gloo connects to all ranks before it returns a process group. It waits until its
 it told the others its address, or whose host cannot be reached. `Connecting` ends that wait. `runtime.elastic_world`
 makes one for each attempt of an elastic job, given up once the generation is revoked, and one for the groups that are
 opened later in the world. Where another host refuses connections, gloo fails at once on the rank that connects:
-`hvdlite_wire.field_types.Refusals` tell hvdlite-run so.
+`hvdlite_wire.codec.Refusals` tell hvdlite-run so.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from hvdlite_wire.addresses import LOOPBACK
 from hvdlite_wire.job_contract import JOB_DIR
+from hvdlite_wire.linux import LOOPBACK
 
 from ..calls.controller import Controller
 from ..calls.generation import Generation

@@ -8,11 +8,11 @@
 A `State` holds what must be equal on all ranks, and a copy of it from the last commit. hvdlite-run decides which
 workers there are (``--min-np``). Modules import only what stands before them:
 
-    state < ledger < sampler < handover < torch_state < notifications < run
+    state < ledger < sampler < handover < torch_state < runner
 """
 
 from ..errors import StateLostError, WorkerRemovedError
-from .run import run, run_fn
+from .runner import run, run_fn
 from .sampler import ElasticSampler
 from .state import HostsUpdatedInterrupt, HostUpdates, ObjectState, State
 from .torch_state import TorchState

@@ -7,7 +7,6 @@ Rendezvous: reads this process's rank from the launcher's variables, and connect
 
 Modules import only what stands before them:
 
-    store_client < last_votes < placement < launcher_store < launchers < key_listener
-        < wait_for_rank < taken_place < secret < rank_info < process_state < master_address
-        < host_address < local_exchange < pmi < pmi_rendezvous
+    store_client < placement < launcher_store < launchers < elastic_store < rank_info < process_state
+        < master_address < host_address < line_exchange < pmi_rendezvous
 """

@@ -13,7 +13,7 @@ import re
 import socket
 from collections.abc import Iterable, Sequence
 
-from hvdlite_wire.addresses import DISCARD_PORT, ELSEWHERE, addresses_towards, interfaces
+from hvdlite_wire.linux import DISCARD_PORT, ELSEWHERE, addresses_towards, interfaces
 
 from ..errors import list_names
 

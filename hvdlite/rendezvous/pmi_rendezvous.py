@@ -3,7 +3,7 @@ Connects the ranks of an MPI or Slurm job to a store on rank 0, where the launch
 
 Every rank finds the address of rank 0's store in the first of these ways that its environment offers:
 
-    all on one host     rank 0 sends it over a Unix socket that is named after the job (`local_exchange`)
+    all on one host     rank 0 sends it over a Unix socket that is named after the job
     MPI is initialised  by the program, with mpi4py: rank 0 sends it by MPI's broadcast
     PMIx, PMI-1         rank 0 sends it by the launcher's key-value exchange: PMIx from OpenMPI and srun --mpi=pmix,
                         PMI-1 from MPICH and srun --mpi=pmi2
@@ -27,17 +27,23 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from hvdlite_wire.addresses import ELSEWHERE, LOOPBACK, interface_with
+from hvdlite_wire.linux import ELSEWHERE, LOOPBACK, interface_with
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..errors import LaunchEnvironmentError
 from .host_address import own_address
 from .launchers import Launcher, launcher_named
-from .local_exchange import ask_local_rank_0, give_to_local_ranks
+from .line_exchange import (
+    ask_local_rank_0,
+    exchange_by_pmi,
+    exchange_by_pmix,
+    finalize_pmi,
+    give_to_local_ranks,
+    open_connection,
+)
 from .placement import Placement
-from .pmi import exchange_by_pmi, exchange_by_pmix, finalize_pmi, open_connection
 from .process_state import ProcessState
-from .secret import new_secret
+from .rank_info import new_secret
 
 # Below Linux's ephemeral ports (from 32768), above the ports of well-known services.
 _FIRST_PORT = 12000

@@ -34,10 +34,10 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from hvdlite_wire.assignments import NewWorkerPolicy, RankAssignment
+from hvdlite_wire.store_requests import NewWorkerPolicy, RankAssignment
 
 from .. import forks
-from .key_listener import Keepalive
+from .elastic_store import Keepalive
 from .placement import GivenPlace
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"

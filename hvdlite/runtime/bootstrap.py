@@ -16,7 +16,7 @@ import socket
 from datetime import timedelta
 
 import torch.distributed as dist
-from hvdlite_wire.addresses import interface_with
+from hvdlite_wire.linux import interface_with
 from hvdlite_wire.store_requests import StoreRequest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store

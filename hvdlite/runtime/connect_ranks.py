@@ -18,8 +18,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from hvdlite_wire.assignments import RankAssignment
-from hvdlite_wire.store_requests import StoreRequest
+from hvdlite_wire.store_requests import RankAssignment, StoreRequest
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from .. import forks

@@ -15,12 +15,9 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch
-from hvdlite_wire.assignments import NewWorkerPolicy, RankAssignment
-from hvdlite_wire.codec import encode
-from hvdlite_wire.fault_points import answer_key, ask_key
-from hvdlite_wire.field_types import Refusals
-from hvdlite_wire.job_contract import CHAOS
-from hvdlite_wire.store_requests import StoreRequest
+from hvdlite_wire.codec import Refusals, encode
+from hvdlite_wire.job_contract import CHAOS, answer_key, ask_key
+from hvdlite_wire.store_requests import NewWorkerPolicy, RankAssignment, StoreRequest
 
 from ..calls.generation import Generation
 from ..comm.engine import SingleRankFactory
@@ -31,12 +28,11 @@ from ..control.unchecked import StandbyController
 from ..errors import CommunicationError
 from ..faults import arm, point
 from ..log import log, open_log
+from ..rendezvous.elastic_store import KeyListener, find_program, take_back, wait_for_rank, wait_for_rank_or_program
 from ..rendezvous.host_address import refused_by
-from ..rendezvous.key_listener import KeyListener
 from ..rendezvous.launchers import ElasticWorker, read_placement
 from ..rendezvous.placement import placements_to_topology
 from ..rendezvous.store_client import StoreClient
-from ..rendezvous.wait_for_rank import find_program, take_back, wait_for_rank, wait_for_rank_or_program
 from ..signing import Signer
 from .connect_ranks import LauncherEnd, connect_all, store_client
 from .make_world import InitCall, World
@@ -47,7 +43,7 @@ from .retry import Retry
 _GENERATION_LIMIT = timedelta(seconds=30)
 
 # How often the same ranks of an elastic job try to connect before the error is raised: as often as hvdlite-run lets
-# them (`elastic.cut_links`), which gives up hosts that refuse connections.
+# them (`elastic.hangs`), which gives up hosts that refuse connections.
 _TRIES = 5
 
 

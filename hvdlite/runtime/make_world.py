@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hvdlite_wire.addresses import LOOPBACK, interface_with
-from hvdlite_wire.assignments import RankAssignment
+from hvdlite_wire.linux import LOOPBACK, interface_with
+from hvdlite_wire.store_requests import RankAssignment
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..calls.controller import Controller
@@ -36,8 +36,7 @@ from ..errors import LaunchEnvironmentError, MismatchError
 from ..log import log, open_log
 from ..rendezvous.placement import Placement, Topology, placements_to_topology
 from ..rendezvous.process_state import ProcessState
-from ..rendezvous.rank_info import RankInfo, agree_on_secret, exchange_rank_info, refuse
-from ..rendezvous.secret import given_secret
+from ..rendezvous.rank_info import RankInfo, agree_on_secret, exchange_rank_info, given_secret, refuse
 from ..shm.kept_memory import KeptMemory
 from ..shm.shm_factory import ShmEngineFactory
 from ..signing import Signer

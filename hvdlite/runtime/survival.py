@@ -32,16 +32,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from hvdlite_wire.assignments import NewWorkerPolicy, RankAssignment
 from hvdlite_wire.codec import decode, encode
 from hvdlite_wire.job_contract import STORE
+from hvdlite_wire.store_requests import NewWorkerPolicy, RankAssignment
 
 from ..comm.group import MAX_JSON_BYTES, Group
 from ..errors import CommunicationError, PeerLostError
 from ..faults import point
 from ..log import log
-from ..rendezvous.key_listener import KeyListener
-from ..rendezvous.last_votes import LastVotes, Step
+from ..rendezvous.elastic_store import KeyListener, LastVotes, Step
 from ..rendezvous.store_client import StoreClient
 from .retry import Retry
 

@@ -23,8 +23,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from hvdlite_wire.assignments import RankAssignment
 from hvdlite_wire.job_contract import JOB_DIR, STORE, WORKER
+from hvdlite_wire.store_requests import RankAssignment
 from hvdlite_wire.worker_status import OwnStatus, Pace, Wait
 
 from .. import forks
@@ -40,14 +40,18 @@ from ..errors import (
 )
 from ..log import log
 from ..outside_graphs import outside_graphs
-from ..rendezvous.key_listener import KeyListener, respond
-from ..rendezvous.last_votes import LastVotes, leave_last_votes, read_last_votes
-from ..rendezvous.launchers import read_elastic_worker
+from ..rendezvous.elastic_store import (
+    KeyListener,
+    LastVotes,
+    leave_last_votes,
+    read_last_votes,
+    respond,
+    tell_of_program,
+)
+from ..rendezvous.launchers import mark_taken, place_in, read_elastic_worker, require_free
 from ..rendezvous.placement import GivenPlace
 from ..rendezvous.process_state import ProcessState
 from ..rendezvous.store_client import StoreClient
-from ..rendezvous.taken_place import mark_taken, place_in, require_free
-from ..rendezvous.wait_for_rank import tell_of_program
 from ..timeline import session as timeline
 from ..values import MOST, seconds, shown, whole_number
 from .bootstrap import enter

@@ -19,7 +19,7 @@ import os
 import select
 from collections.abc import Callable, Collection
 
-from hvdlite_wire.processes import exit_statuses
+from hvdlite_wire.linux import exit_statuses
 
 from .segment import Address, Piece, Segment
 

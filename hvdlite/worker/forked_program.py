@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from hvdlite_wire.processes import stat_of
+from hvdlite_wire.linux import stat_of
 
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14
 # Where proc(5) counts the fields of /proc/PID/stat from 1: the places that stay as they are.

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
-from hvdlite_wire.addresses import LOOPBACK
+from hvdlite_wire.linux import LOOPBACK
 
 from ..errors import LauncherError, one_reason
 from ..plan.hosts import AUTO, Host, host_of_label

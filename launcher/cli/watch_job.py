@@ -11,7 +11,7 @@ import sys
 import time
 from functools import partial
 
-from hvdlite_wire.processes import stat_of
+from hvdlite_wire.linux import stat_of
 
 from ..errors import JobEndsError, LauncherError, UsageError
 from ..screen.display import draws_in_place, put_all, terminal_size

@@ -2,11 +2,10 @@
 
 `elastic_job` takes the place of `first_failure`: it carries out what `membership` decides, on hosts that `discovery`
 finds and `elastic_hosts` connects to; `rank_assignments` writes what the workers read. `hangs` finds those that no
-longer respond, `cut_links` hosts that cannot reach each other, or refuse each other. With
-``--chaos`` `job_faults` causes faults beside it, and reports them.
+longer respond, and hosts that cannot reach each other. With ``--chaos`` `job_faults` causes faults beside it, and
+reports them.
 
 Modules import only what stands before them:
 
-    discovery < host_slots < elastic_workers < membership < elastic_hosts < rank_assignments < hangs < cut_links
-        < elastic_job < job_faults
+    discovery < elastic_workers < membership < elastic_hosts < rank_assignments < hangs < elastic_job < job_faults
 """

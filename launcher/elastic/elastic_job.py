@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from hvdlite_wire.assignments import Dismissal, RankAssignment
+from hvdlite_wire.store_requests import Dismissal, RankAssignment
 
 from ..plan.worker_environment import elastic_environment
 from ..protocol.messages import (
@@ -39,11 +39,9 @@ from ..workers.ending import FAILURE_GRACE_S, Ending
 from ..workers.failure_message import JobOutcome, failure_message, name_workers
 from ..workers.first_failure import FirstFailure
 from ..workers.generation_table import GenerationRow, GenerationTable
-from .cut_links import MOST_FAILED_MEETINGS, CutLinks, CutOff, RefusedLinks
 from .elastic_hosts import ElasticHosts
-from .elastic_workers import ElasticGeneration
-from .hangs import Hangs
-from .host_slots import Place
+from .elastic_workers import ElasticGeneration, Place
+from .hangs import MOST_FAILED_MEETINGS, CutLinks, CutOff, Hangs, RefusedLinks
 from .membership import (
     Action,
     Dismiss,

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hvdlite_wire.fault_points import ASKS, answer_key, worker_form
+from hvdlite_wire.job_contract import ASKS, answer_key, worker_form
 
 from ..agents.agent_group import Agents
 from ..plan.chaos_spec import OF_A_HOST, ChaosFault, ChaosSpec

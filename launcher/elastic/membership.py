@@ -7,7 +7,7 @@ is lost, or when its ranks leave it because hosts have changed. Each remaining w
 all of them have asked, it is published: the remaining workers in their order, the oldest first, then new ones. A
 worker's number is its identity, and is never used again. Its slot on its host stays the same, and its rank may change.
 
-`host_slots` knows the slots in which workers may be started, `elastic_workers` those that run. Nothing here has a
+`elastic_workers` knows the slots in which workers may be started, and those that run. Nothing here has a
 thread, process or clock: tests replay events.
 """
 
@@ -18,11 +18,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from hvdlite_wire.assignments import NewWorkerPolicy
+from hvdlite_wire.store_requests import NewWorkerPolicy
 
 from ..plan.elastic_spec import Policy, Responses
-from .elastic_workers import ElasticGeneration, ElasticWorkers, PlacedWorker
-from .host_slots import HostSlots, Place
+from .elastic_workers import ElasticGeneration, ElasticWorkers, HostSlots, Place, PlacedWorker
 
 # After this time the user is told for which workers of the last generation the next one waits.
 _TELL_OF_LATE_S = 60.0

@@ -1,6 +1,6 @@
 """Writes into the store what the workers of an elastic job read there: their ranks, and changes of hosts.
 
-    a worker asks after generation g ── a `RankAssignment`, or a `Dismissal` (see `hvdlite_wire.assignments`)
+    a worker asks after generation g ── a `RankAssignment`, or a `Dismissal` (see `hvdlite_wire.store_requests`)
     the ranks of generation g meet under world<g>/; its rank 0 reads world<g>/hosts/<n>, n = 0, 1, ...
 
 `elastic_job` decides what is written. An assignment is deleted when the worker asks again or has ended, and the keys of
@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Collection
 
-from hvdlite_wire.assignments import ANSWERS, Dismissal, RankAssignment, assignment_key, standby_key
+from hvdlite_wire.store_requests import ANSWERS, Dismissal, RankAssignment, assignment_key, standby_key
 
 from ..store.server import Store
 

@@ -1,7 +1,7 @@
 """The agent process: starts one host's workers, and ends every process that they leave behind.
 
 `remote_parent` forks it, and cleans up if it is killed; `python -m hvdlite_launcher.host.agent` starts it without one.
-It reads commands on stdin and writes events on stdout (see `channel`). `store.relay` and `store.cache` handle the
+It reads commands on stdin and writes events on stdout (see `channel`). `store.relay` and `store.relay` handle the
 workers' requests to the rendezvous store.
 
 The launcher makes all decisions but one. When stdin ends, or the launcher is silent for too long, the agent kills all
@@ -25,8 +25,8 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hvdlite_wire.addresses import interface_with
 from hvdlite_wire.job_contract import Note, note_file
+from hvdlite_wire.linux import interface_with
 
 from ..errors import LauncherError, ProtocolError, in_words
 from ..plan.python_command import parse_python
@@ -51,8 +51,7 @@ from ..protocol.messages import (
     StartWorkers,
 )
 from ..protocol.store_messages import StoreCommand, StoreEvent
-from ..store.cache import Cache
-from ..store.relay import Relay
+from ..store.relay import Cache, Relay
 from ..system import job_directory, network, open_files, process_tree
 from ..system.machine import machine_id, slots_by_hardware
 from ..system.signals import signals_as_bytes

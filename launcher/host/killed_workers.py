@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from hvdlite_wire.processes import exit_statuses
+from hvdlite_wire.linux import exit_statuses
 
 # Of each worker: whichever of its threads takes down the memory ends last, and the others tell.
 _THREADS = 4

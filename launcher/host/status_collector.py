@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdlite_wire.job_contract import note_file
-from hvdlite_wire.processes import stat_of
+from hvdlite_wire.linux import stat_of
 from hvdlite_wire.worker_status import HostUsage, OwnStatus
 
 from ..protocol.channel import encode

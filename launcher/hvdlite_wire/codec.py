@@ -18,11 +18,12 @@ a type are made once.
 from __future__ import annotations
 
 import functools
+import ipaddress
 import json
 import math
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from operator import attrgetter
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -242,3 +243,40 @@ def _hints_of(of: Any) -> list[tuple[str, Any]]:
 
 def _brief(value: object) -> str:
     return repr(value[:40] if isinstance(value, (bytes, str)) else value)[:80]
+
+
+def _plain(text: str) -> str:
+    """Refuses zeros and lone surrogates, unless these stand for bytes that are not UTF-8."""
+    if "\0" in text:
+        raise ValueError("it has a zero")
+    text.encode(errors="surrogateescape")
+    return text
+
+
+def _address(text: str) -> str:
+    return str(ipaddress.ip_address(text))
+
+
+Text = Annotated[str, _plain]
+Address = Annotated[str, _address]
+WorkerNumber = Annotated[int, Between(0, 10**6)]
+Count = Annotated[int, Between(0, 10**9)]
+Bytes = Annotated[int, Between(0, 1 << 60)]
+Pid = Annotated[int, Between(1, 2**31 - 1)]
+Seconds = Annotated[float, Between(0, 10**6)]
+
+
+@dataclass(frozen=True)
+class HostLinks:
+    """A worker's own addresses on connections to other hosts, and how long nothing has come from other addresses."""
+
+    addresses: tuple[Address, ...] = ()
+    silent_s: Mapping[Address, Seconds] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """A worker's own addresses for connections to other hosts, and those that have refused one, if known."""
+
+    addresses: tuple[Address, ...]
+    refused_by: tuple[Address, ...]

@@ -1,12 +1,16 @@
-"""The requests to the rendezvous store that workers send to their host's agent, and their encoding as bytes.
+"""
+The requests to the rendezvous store that workers send to their host's agent, and the ranks that they read there.
 
     worker ── request ──► agent ──► launcher's store        request: operation and byte strings
            ◄── answer ──        ◄──                         answer: outcome and byte strings
 
+    a worker asks after generation g ── assignment_key(worker, g) ── RankAssignment or Dismissal
+    a worker that has asked takes that back ── standby_key(worker) ── 1 if it can, 0 if it has been given a rank
+
 A frame is a header (operation or outcome, length of the payload) and the payload. The payload is a sequence of byte
 strings, each preceded by its length. `hvdlite.rendezvous.store_client` is the worker's end. In the agent,
-`hvdlite_launcher.store.relay` decodes the requests and `cache` answers those that it can; the launcher's `server`
-answers the rest.
+`hvdlite_launcher.store.relay` answers the requests that it can, and the launcher's `server` answers the rest.
+`hvdlite_launcher.elastic.rank_assignments` gives the ranks of an elastic job.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import IntEnum
 
-from .codec import MessageError
+from .codec import Count, Family, MessageError
 
 # The agent forwards a request in one frame to the launcher: this leaves room for its header within MAX_PAYLOAD_BYTES.
 MAX_REQUEST_BYTES = (16 << 20) - 64
@@ -38,13 +43,13 @@ class StoreRequest(IntEnum):
     DELETE = 8  # key ── 1 if it was set, else 0
     COUNT = 9  # nothing ── the number of keys
     # In an elastic job these have a second argument: the last generation that the worker was given a rank in, or 0.
-    # INIT_STARTED may have a third one: whether that generation may have new workers, an `assignments.NewWorkerPolicy`.
+    # INIT_STARTED may have a third one: whether that generation may have new workers, a `NewWorkerPolicy`.
     INIT_STARTED = 10  # number of the worker that has entered hvd.init() ── nothing
     INIT_DONE = 11  # number of the worker whose hvd.init() has succeeded ── nothing
     # With generation 0 it takes back that it has asked for a rank; it reads in `standby_key` whether it could.
-    # If it could not connect to the ranks of that generation, it has a third argument: `field_types.Refusals`, encoded.
+    # If it could not connect to the ranks of that generation, it has a third argument: `codec.Refusals`, encoded.
     INIT_FAILED = 12  # number of the worker whose hvd.init() has raised an exception ── nothing
-    # Between hosts it has a fourth argument: `field_types.HostLinks`, encoded.
+    # Between hosts it has a fourth argument: `codec.HostLinks`, encoded.
     ALIVE = 13  # number of the worker, of the question (`elastic.hangs`), milliseconds that it has waited ── nothing
     STALLED = 14  # number of the worker, milliseconds that it has waited for other ranks ── nothing
 
@@ -115,3 +120,51 @@ class RequestDecoder:
         payload = bytes(self._buffer[HEADER.size :])
         self._buffer.clear()
         return StoreRequest(code), payload
+
+
+class NewWorkerPolicy(IntEnum):
+    """Whether a worker can go on in a generation that has workers which were in none before."""
+
+    WELCOME = 0
+    IF_NEEDED = 1
+    """Only if there are fewer than --min-np without them: its step is then begun again."""
+    AFTERWARDS = 2
+    """Not in the next generation, but in the one after. If there are fewer than --min-np ranks without the new workers,
+    the job first waits for them."""
+    NEVER = 3
+    """Its program could not give them the state of its training."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankAssignment:
+    """A worker's rank in one generation; ``newcomers`` counts the ranks that were in none before."""
+
+    generation: Count
+    rank: Count
+    size: Count
+    newcomers: Count
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of the keys in the store under which the ranks of this generation connect."""
+        return f"world{self.generation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Dismissal:
+    """The worker has no rank in any later generation. ``why`` is for the user."""
+
+    why: str
+
+
+def assignment_key(worker: int, after: int) -> bytes:
+    """Returns the key for a worker that asks for a rank in a generation later than ``after``."""
+    return b"rank/%d/%d" % (worker, after)
+
+
+def standby_key(worker: int) -> bytes:
+    return b"standby/%d" % worker
+
+
+ANSWERS: Family[RankAssignment | Dismissal] = Family({"assigned": RankAssignment, "dismissed": Dismissal})
+"""The encoding of what `assignment_key` holds."""

@@ -17,8 +17,7 @@ from enum import Enum
 from itertools import islice
 from typing import Annotated, Any, TypeVar
 
-from .codec import Between
-from .field_types import Address, WorkerNumber
+from .codec import Address, Between, WorkerNumber
 
 _MOST, _MOST_OF_NAME = 1000, 200
 _MOST_OPTIMIZERS = 100

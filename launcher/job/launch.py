@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from hvdlite_wire.fault_points import ASKS
+from hvdlite_wire.job_contract import ASKS
 
 from ..agents.agent_group import AGENT_S, Agents
 from ..elastic.discovery import Discovery

@@ -5,7 +5,7 @@
     seed=3,every=30s,faults=kill+stop                          the same by the clock
 
 `cli.elastic_flags` parses it, and `elastic.job_faults` carries it out. A worker finds its own faults in HVDLITE_CHAOS,
-as `hvdlite_wire.fault_points` writes them: ``kill@vote:7,segv@voted:9``. Nothing here has a clock or a state: equal
+as `hvdlite_wire.job_contract` writes them: ``kill@vote:7,segv@voted:9``. Nothing here has a clock or a state: equal
 seeds give equal faults.
 """
 
@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from hvdlite_wire.fault_points import KINDS, POINTS, WorkerFault
+from hvdlite_wire.job_contract import KINDS, POINTS, WorkerFault
 
 from ..errors import UsageError
 

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdlite_wire.fault_points import worker_form
+from hvdlite_wire.job_contract import worker_form
 
 from ..system.job_directory import temporary_directory
 from ..system.machine import usable_cores

@@ -11,7 +11,7 @@ The variables are the public contract between hvdlite-run and hvdlite, or any ot
     HVDLITE_STORE                           the rendezvous store: unix:// and the path, unquoted, of the socket on which
                                             the host's agent answers the requests in `hvdlite_wire.store_requests`
     HVDLITE_JOB_DIR                         the job's private directory on this host, removed at the job's end
-    HVDLITE_CHAOS                           with --chaos, the worker's own faults (see `hvdlite_wire.fault_points`), for
+    HVDLITE_CHAOS                           with --chaos, the worker's own faults (see `hvdlite_wire.job_contract`), for
                                             which it asks under chaos/ in the store (see `elastic.job_faults`)
 
 In an elastic job ranks change, so a worker gets its rank in hvd.init() and no variable has it, nor any size. Its local

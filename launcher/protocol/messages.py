@@ -18,9 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from hvdlite_wire.assignments import NewWorkerPolicy
-from hvdlite_wire.codec import Between
-from hvdlite_wire.field_types import Address, Bytes, Count, Pid, Seconds, Text, WorkerNumber
+from hvdlite_wire.codec import Address, Between, Bytes, Count, Pid, Seconds, Text, WorkerNumber
+from hvdlite_wire.store_requests import NewWorkerPolicy
 from hvdlite_wire.worker_status import WorkerStatus
 
 from .store_messages import StoreCommand, StoreEvent

@@ -5,7 +5,7 @@
     launcher ── Drop ──► agent ── Dropped ► launcher   removes the agents' copies before a value changes
     launcher ── Revoke ► agent                         ends the requests for the keys of older generations
 
-`store.cache` sends and handles them in the agent, `store.server` in the launcher. `channel` adds the header.
+`store.relay` sends and handles them in the agent, `store.server` in the launcher. `channel` adds the header.
 """
 
 from __future__ import annotations

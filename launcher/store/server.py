@@ -3,7 +3,7 @@
     agents' Want, Ask, Dropped ──► Store ──► Have, Answer, Drop, Revoke for agents
 
 The thread that reads from all agents (see `connection_loop`) calls it with their messages. Agents keep copies of values
-(see `cache`), and yet no worker reads an old value once a change is answered: before a value changes, all agents that
+(see `relay`), and yet no worker reads an old value once a change is answered: before a value changes, all agents that
 hold a copy must have dropped it. Until then, further operations on its key wait in a queue.
 
 The ranks of an elastic job's generation meet under keys of their own (see `generation_of`). Once a generation is

@@ -7,7 +7,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from hvdlite_wire.addresses import ELSEWHERE, LOOPBACK, addresses_towards, interface_with, interfaces
+from hvdlite_wire.linux import ELSEWHERE, LOOPBACK, addresses_towards, interface_with, interfaces
 
 from ..errors import LauncherError
 

@@ -9,7 +9,7 @@ from hvdlite_launcher.cli.hvdlite_run import job_of, read_flags
 from hvdlite_launcher.elastic.job_faults import ChaosReport, Record
 from hvdlite_launcher.errors import UsageError
 from hvdlite_launcher.plan.chaos_spec import ChaosFault, parse_chaos
-from hvdlite_wire.fault_points import POINTS, worker_faults, worker_form
+from hvdlite_wire.job_contract import POINTS, worker_faults, worker_form
 
 ELASTIC = ("-np", "4", "--min-np", "2")
 

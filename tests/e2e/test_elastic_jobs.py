@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 # with a file DIR/imports.NUMBER has not come as far as hvd.init() while the file is there.
 WORKER = """
 import os, signal, sys, time
-from hvdlite_wire.assignments import ANSWERS, Dismissal, assignment_key
+from hvdlite_wire.store_requests import ANSWERS, Dismissal, assignment_key
 from hvdlite_wire.store_requests import StoreRequest
 from hvdlite.rendezvous.store_client import StoreClient
 

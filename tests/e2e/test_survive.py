@@ -339,7 +339,7 @@ def test_a_second_worker_may_be_killed_while_the_others_settle_what_became_of_th
 LOST_WHILE_CONNECTING = """
 import threading
 from hvdlite.rendezvous.store_client import StoreClient
-from hvdlite.rendezvous.key_listener import KeyListener
+from hvdlite.rendezvous.elastic_store import KeyListener
 from hvdlite.runtime import elastic_world
 
 own = os.environ["RESULTS"] + "/../pid."

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hvdlite_wire.assignments import RankAssignment
+from hvdlite_wire.store_requests import RankAssignment
 from local_store import local_agents
 
-from hvdlite.elastic import State, notifications
-from hvdlite.rendezvous import key_listener
+from hvdlite.elastic import State, runner
+from hvdlite.rendezvous import elastic_store
 from hvdlite.rendezvous.store_client import StoreClient
 
 PATIENCE_S = 60
@@ -44,9 +44,9 @@ def agent(monkeypatch):
 def revoked(monkeypatch):
     """The generations that were revoked, each with the reason."""
     revoked: queue.SimpleQueue = queue.SimpleQueue()
-    monkeypatch.setattr(notifications, "revoke", lambda generation, why: revoked.put((generation, why)))
+    monkeypatch.setattr(runner, "revoke", lambda generation, why: revoked.put((generation, why)))
     # A busy machine may take long until the thread that is to end runs at all.
-    monkeypatch.setattr(key_listener, "_ENDS_WITHIN_S", float(PATIENCE_S))
+    monkeypatch.setattr(elastic_store, "_ENDS_WITHIN_S", float(PATIENCE_S))
     return revoked
 
 
@@ -55,7 +55,7 @@ def world(monkeypatch, revoked):
     """Puts this process into generation 2 of an elastic job, as rank 0."""
     assignment = RankAssignment(generation=2, rank=0, size=2, newcomers=0)
     world = SimpleNamespace(assignment=assignment, topology=SimpleNamespace(rank=0), survival=None)
-    monkeypatch.setattr(notifications, "current_world", lambda: world)
+    monkeypatch.setattr(runner, "current_world", lambda: world)
     return world
 
 
@@ -70,7 +70,7 @@ def listeners():
 
 def test_rank_0_hears_of_each_change_of_hosts_in_order(agent):
     state = Noted()
-    with notifications.listening(state):
+    with runner.listening(state):
         tell(agent, 0, 1.5, added=True)
         tell(agent, 1, 2.5, removed=True)
         tell(agent, 2, 3.5, added=True, removed=True)
@@ -79,18 +79,18 @@ def test_rank_0_hears_of_each_change_of_hosts_in_order(agent):
 
 
 def test_what_changed_while_no_function_ran_is_heard_by_the_next_one(agent):
-    with notifications.listening(Noted()):
+    with runner.listening(Noted()):
         pass
     tell(agent, 0, 1.5, added=True)
     state = Noted()
-    with notifications.listening(state):
+    with runner.listening(state):
         assert state.heard.get(timeout=PATIENCE_S) == (1.5, ADDED)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_end_of_the_generation_ends_the_thread_and_revokes_the_world_of_every_rank(agent, revoked, world, rank):
     world.topology.rank = rank
-    with notifications.listening(Noted()):
+    with runner.listening(Noted()):
         (thread,) = listeners()
         agent.store.revoke(2, "worker 1 was killed")
         assert revoked.get(timeout=PATIENCE_S) == (2, "worker 1 was killed")
@@ -101,12 +101,12 @@ def test_the_end_of_the_generation_ends_the_thread_and_revokes_the_world_of_ever
 
 def test_a_generation_that_had_ended_before_revokes_the_world_at_once(agent, revoked):
     agent.store.revoke(3, "there is generation 4")
-    with notifications.listening(Noted()):
+    with runner.listening(Noted()):
         assert revoked.get(timeout=PATIENCE_S) == (2, "there is generation 4")
 
 
 def test_no_thread_and_no_connection_is_left_when_the_function_ends(agent, revoked):
-    with notifications.listening(Noted()):
+    with runner.listening(Noted()):
         (thread,) = listeners()
     assert not thread.is_alive()
     agent.store.revoke(2, "worker 1 was killed")
@@ -127,13 +127,13 @@ def test_the_thread_ends_though_it_was_hung_up_on_before_it_had_connected(agent,
 
     monkeypatch.setattr(StoreClient, "hang_up", hang_up_and_say_so)
     monkeypatch.setattr(StoreClient, "get", get_late)
-    with notifications.listening(Noted()):
+    with runner.listening(Noted()):
         (thread,) = listeners()
     assert not thread.is_alive()
 
 
 def test_the_thread_ends_when_the_agent_does_and_that_revokes_nothing(agent, revoked):
-    with notifications.listening(Noted()):
+    with runner.listening(Noted()):
         (thread,) = listeners()
         agent.close()
         thread.join(PATIENCE_S)
@@ -143,5 +143,5 @@ def test_the_thread_ends_when_the_agent_does_and_that_revokes_nothing(agent, rev
 
 def test_a_world_that_is_not_of_an_elastic_job_has_no_such_thread(world):
     world.assignment = None
-    with notifications.listening(Noted()):
+    with runner.listening(Noted()):
         assert not listeners()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hvdlite_wire.assignments import RankAssignment
+from hvdlite_wire.store_requests import RankAssignment
 
 import hvdlite.torch as hvd
-from hvdlite.elastic import HostsUpdatedInterrupt, HostUpdates, State, run
+from hvdlite.elastic import HostsUpdatedInterrupt, HostUpdates, State, run, runner
 from hvdlite.errors import CommunicationError, MismatchError, NotInitializedError, PeerLostError, StateLostError
 
 
@@ -46,13 +45,12 @@ class LostInFirstSync(Recorded):
 def done(monkeypatch):
     """What has been done, in order, under a launcher that replaces workers."""
     done: list[str] = []
-    # The package has the function `run` in the place of its module.
-    module = sys.modules["hvdlite.elastic.run"]
-    monkeypatch.setattr(module, "enter_again", lambda: done.append("enter"))
-    monkeypatch.setattr(module, "allreduce", lambda own, **_: own)
-    monkeypatch.setattr(module, "has_state", lambda: True)
-    monkeypatch.setattr(module, "note_state", lambda: None)
-    monkeypatch.setattr(module, "listening", lambda state: contextlib.nullcontext())
+    # The package has the function `run` in the place of its runner.
+    monkeypatch.setattr(runner, "enter_again", lambda: done.append("enter"))
+    monkeypatch.setattr(runner, "allreduce", lambda own, **_: own)
+    monkeypatch.setattr(runner, "has_state", lambda: True)
+    monkeypatch.setattr(runner, "note_state", lambda: None)
+    monkeypatch.setattr(runner, "listening", lambda state: contextlib.nullcontext())
     in_world(monkeypatch, RankAssignment(generation=2, rank=0, size=2, newcomers=0))
     return done
 
@@ -60,8 +58,8 @@ def done(monkeypatch):
 def in_world(monkeypatch, assignment, survival=None, *, stands_by=False):
     topology = SimpleNamespace(rank=0, size=2)
     world = SimpleNamespace(assignment=assignment, topology=topology, survival=survival, stands_by=stands_by)
-    monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "current_world", lambda: world)
-    monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "is_initialized", lambda: True)
+    monkeypatch.setattr(runner, "current_world", lambda: world)
+    monkeypatch.setattr(runner, "is_initialized", lambda: True)
 
 
 def trained(done, *ends):
@@ -195,9 +193,9 @@ def test_other_ranks_than_those_that_failed_try_again(done, monkeypatch):
         world.assignment = RankAssignment(generation=3, rank=0, size=2, newcomers=next(newcomers))
 
     seat_taken()
-    monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "current_world", lambda: world)
-    monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "is_initialized", lambda: True)
-    monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "enter_again", seat_taken)
+    monkeypatch.setattr(runner, "current_world", lambda: world)
+    monkeypatch.setattr(runner, "is_initialized", lambda: True)
+    monkeypatch.setattr(runner, "enter_again", seat_taken)
     assert trained(done, *(PeerLostError(f"{number}") for number in range(3))) == 7
 
 
@@ -212,7 +210,7 @@ def test_news_of_hosts_that_come_while_reset_callbacks_run_are_heard_and_those_o
         state.on_hosts_updated(float(len(heard_in)), HostUpdates.ADDED)
         yield
 
-    monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "listening", listening)
+    monkeypatch.setattr(runner, "listening", listening)
 
     @run
     def train(state):
@@ -242,18 +240,17 @@ def test_a_worker_that_stands_by_becomes_a_rank_before_anything_else(done, monke
 
 def who_trains(monkeypatch, have_state: dict[int, bool]):
     """What becomes of each rank before its function is called: None if it is called, or the class of the error."""
-    module = sys.modules["hvdlite.elastic.run"]
     told: dict[int, torch.Tensor] = {}
 
     def one(rank, allreduce):
-        monkeypatch.setattr(module, "allreduce", allreduce)
-        monkeypatch.setattr(module, "has_state", lambda: have_state[rank])
+        monkeypatch.setattr(runner, "allreduce", allreduce)
+        monkeypatch.setattr(runner, "has_state", lambda: have_state[rank])
         world = SimpleNamespace(
             assignment=RankAssignment(generation=3, rank=rank, size=len(have_state), newcomers=0),
             topology=SimpleNamespace(rank=rank),
         )
-        monkeypatch.setattr(module, "current_world", lambda: world)
-        return module._must_sync(not have_state[rank])
+        monkeypatch.setattr(runner, "current_world", lambda: world)
+        return runner._must_sync(not have_state[rank])
 
     for rank in have_state:
         one(rank, lambda tensor, rank=rank, **_: torch.ones_like(told.setdefault(rank, tensor)))
@@ -281,14 +278,13 @@ def test_a_rank_0_that_has_not_got_the_state_ends_and_the_others_try_again_witho
 
 
 def test_a_worker_without_the_state_of_the_training_raises_that_at_once(done, monkeypatch):
-    monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "has_state", lambda: False)
+    monkeypatch.setattr(runner, "has_state", lambda: False)
     with pytest.raises(StateLostError):
         trained(done)
     assert done == []
 
 
 def test_a_worker_has_the_state_once_it_has_got_all_of_it(done, monkeypatch):
-    module = sys.modules["hvdlite.elastic.run"]
-    monkeypatch.setattr(module, "note_state", lambda: done.append("has it"))
+    monkeypatch.setattr(runner, "note_state", lambda: done.append("has it"))
     run(lambda state: done.append("train"))(LostInFirstSync(done))
     assert done == ["sync", "restore", "enter", "reset", "sync", "has it", "train"]

@@ -121,12 +121,12 @@ class Worker:
 
 def place_faults_within_hvdlite(worker: Worker) -> None:
     """Makes points of hvd.init and of `State.sync` known to the worker."""
-    from hvdlite_wire.assignments import RankAssignment  # noqa: PLC0415
+    from hvdlite_wire.store_requests import RankAssignment  # noqa: PLC0415
 
-    from hvdlite.elastic import handover, notifications  # noqa: PLC0415  # tests that read the samples need neither
+    from hvdlite.elastic import handover, runner  # noqa: PLC0415  # tests that read the samples need neither
     from hvdlite.runtime import elastic_world, make_world  # noqa: PLC0415
 
-    exchange, revoke = make_world.exchange_rank_info, notifications.revoke
+    exchange, revoke = make_world.exchange_rank_info, runner.revoke
     submit = handover.submit
 
     def asked(wait: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +159,7 @@ def place_faults_within_hvdlite(worker: Worker) -> None:
     elastic_world.wait_for_rank = asked(elastic_world.wait_for_rank)
     elastic_world.wait_for_rank_or_program = asked(elastic_world.wait_for_rank_or_program)
     make_world.exchange_rank_info = exchange_rank_info
-    notifications.revoke = revoked
+    runner.revoke = revoked
     handover.submit = in_the_middle
 
 

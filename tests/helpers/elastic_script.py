@@ -17,7 +17,7 @@ from hvdlite_launcher.status.reports import Reports
 from hvdlite_launcher.store.server import Store
 from hvdlite_launcher.workers.ending import Ending
 from hvdlite_launcher.workers.roster import Roster
-from hvdlite_wire.assignments import ANSWERS, assignment_key
+from hvdlite_wire.store_requests import ANSWERS, assignment_key
 
 START_TIMEOUT_S = 60.0
 TIME_PASSES = object()  # nothing happens until the loop does not want to wait longer

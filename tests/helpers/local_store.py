@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdlite_launcher.protocol.messages import InitDone, InitFailed, InitStarted
-from hvdlite_launcher.store.cache import Cache
-from hvdlite_launcher.store.relay import Relay
+from hvdlite_launcher.store.relay import Cache, Relay
 from hvdlite_launcher.store.server import Store
 
 

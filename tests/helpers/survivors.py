@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
-from hvdlite_wire.assignments import RankAssignment
+from hvdlite_wire.store_requests import RankAssignment
 from ranks import attempt_ranks
 from torch import Tensor
 from worlds import PLAIN, WorldOfThread, _topology, instead_of_the_world

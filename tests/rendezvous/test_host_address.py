@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hvdlite_wire.addresses import LOOPBACK
+from hvdlite_wire.linux import LOOPBACK
 
 from hvdlite.rendezvous import host_address
 from hvdlite.rendezvous.host_address import address_of, no_connection_between, refused_by

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from local_store import local_agents
 
-from hvdlite.rendezvous.last_votes import LastVotes, leave_last_votes, read_last_votes
+from hvdlite.rendezvous.elastic_store import LastVotes, leave_last_votes, read_last_votes
 from hvdlite.rendezvous.store_client import StoreClient
 
 

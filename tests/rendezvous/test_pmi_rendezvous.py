@@ -10,17 +10,22 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-from hvdlite_wire.addresses import ELSEWHERE, interface_with
+from hvdlite_wire.linux import ELSEWHERE, interface_with
 from hypothesis import given
 from hypothesis import strategies as st
 
 import hvdlite as hvd
-from hvdlite.rendezvous import launchers, pmi
+from hvdlite.rendezvous import launchers, line_exchange
 from hvdlite.rendezvous.host_address import own_address
 from hvdlite.rendezvous.launchers import MPICH, OPENMPI, SLURM, Launcher, launcher_named
-from hvdlite.rendezvous.local_exchange import ask_local_rank_0, give_to_local_ranks
+from hvdlite.rendezvous.line_exchange import (
+    ask_local_rank_0,
+    exchange_by_pmi,
+    finalize_pmi,
+    give_to_local_ranks,
+    open_connection,
+)
 from hvdlite.rendezvous.placement import Placement
-from hvdlite.rendezvous.pmi import exchange_by_pmi, finalize_pmi, open_connection
 from hvdlite.rendezvous.pmi_rendezvous import PmiConnection, hosts_of_job, port_of_job, rendezvous_by_pmi
 from hvdlite.rendezvous.process_state import ProcessState
 
@@ -216,9 +221,9 @@ def test_a_launcher_that_gives_no_way_to_meet_is_named(launcher, said):
 
 
 def test_an_error_of_pmix_is_not_taken_for_a_rank_that_is_late(monkeypatch):
-    monkeypatch.setattr(pmi, "_libpmix", lambda environ: SimpleNamespace())
+    monkeypatch.setattr(line_exchange, "_libpmix", lambda environ: SimpleNamespace())
     with pytest.raises(AttributeError, match="PMIx_Init"):
-        pmi.exchange_by_pmix({}, "k", "v", 60)
+        line_exchange.exchange_by_pmix({}, "k", "v", 60)
 
 
 def expanded(nodelist: str) -> list[str]:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from hvdlite.errors import LaunchEnvironmentError
-from hvdlite.rendezvous.secret import given_secret, new_secret
+from hvdlite.rendezvous.rank_info import given_secret, new_secret
 
 
 def test_a_secret_is_read_from_the_variable_or_from_the_file(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite.errors import LaunchEnvironmentError
-from hvdlite.rendezvous.taken_place import mark_taken, require_free
+from hvdlite.rendezvous.launchers import mark_taken, require_free
 
 TORCHRUN = {
     "RANK": "1",

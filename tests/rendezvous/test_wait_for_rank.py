@@ -8,20 +8,20 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hvdlite_wire.assignments import ANSWERS, Dismissal, RankAssignment, assignment_key, standby_key
+from hvdlite_wire.store_requests import ANSWERS, Dismissal, RankAssignment, assignment_key, standby_key
 from local_store import local_agents
 
 import hvdlite as hvd
 from hvdlite.errors import WorkerRemovedError
-from hvdlite.rendezvous.launchers import ElasticWorker, read_elastic_worker, read_placement
-from hvdlite.rendezvous.store_client import StoreClient
-from hvdlite.rendezvous.wait_for_rank import (
+from hvdlite.rendezvous.elastic_store import (
     find_program,
     take_back,
     tell_of_program,
     wait_for_rank,
     wait_for_rank_or_program,
 )
+from hvdlite.rendezvous.launchers import ElasticWorker, read_elastic_worker, read_placement
+from hvdlite.rendezvous.store_client import StoreClient
 
 WORKER = {
     "HVDLITE_ELASTIC": "1", "HOROVOD_ELASTIC": "1", "HVDLITE_WORKER": "7", "HVDLITE_STORE": "unix:///s",

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from hvdlite_wire.assignments import RankAssignment
 from hvdlite_wire.codec import decode, encode
+from hvdlite_wire.store_requests import RankAssignment
 
 from hvdlite.errors import PeerLostError
-from hvdlite.rendezvous.last_votes import LastVotes
+from hvdlite.rendezvous.elastic_store import LastVotes
 from hvdlite.runtime import survival as module
 from hvdlite.runtime.survival import Note, Outcome, RankReport, Survival
 

@@ -12,12 +12,12 @@ from typing import NamedTuple
 from unittest.mock import Mock
 
 import pytest
-from hvdlite_wire.assignments import NewWorkerPolicy, RankAssignment
 from hvdlite_wire.codec import decode, encode
+from hvdlite_wire.store_requests import NewWorkerPolicy, RankAssignment
 from long_run import trials
 
 from hvdlite.errors import CommunicationError, PeerLostError
-from hvdlite.rendezvous.last_votes import LastVotes
+from hvdlite.rendezvous.elastic_store import LastVotes
 from hvdlite.runtime import survival as module
 from hvdlite.runtime.survival import Outcome, RankReport, SelfReport, Settlement, Survival, settle
 

@@ -11,7 +11,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 import torch.distributed as dist
-from hvdlite_wire.assignments import RankAssignment
+from hvdlite_wire.store_requests import RankAssignment
 from torch import nn
 from worlds import instead_of_the_world
 

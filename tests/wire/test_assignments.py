@@ -1,8 +1,8 @@
 """What a worker reads of its rank is what was written, or an error."""
 
 import pytest
-from hvdlite_wire.assignments import ANSWERS, Dismissal, RankAssignment
 from hvdlite_wire.codec import MessageError
+from hvdlite_wire.store_requests import ANSWERS, Dismissal, RankAssignment
 
 
 @pytest.mark.parametrize("answer", [RankAssignment(4, 1, 2, 0), Dismissal("b has been removed")])

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from hvdlite_wire.processes import exit_statuses, stat_of
+from hvdlite_wire.linux import exit_statuses, stat_of
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 

@@ -12,7 +12,7 @@ ROOT = Path(hvdlite_wire.__file__).parent
 (BLOCK,) = [block for block in hvdlite_wire.__doc__.split("\n\n") if " < " in block]
 ORDER = BLOCK.replace("<", " ").split()
 # Imported only on use.
-EXCEPTIONS = {"addresses": {"psutil"}}
+EXCEPTIONS = {"linux": {"psutil"}}
 
 
 def test_every_module_has_its_place_and_imports_what_stands_before_it_and_the_standard_library():

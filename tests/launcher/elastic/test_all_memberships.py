@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
-from hvdlite_launcher.elastic.host_slots import Place
+from hvdlite_launcher.elastic.elastic_workers import Place
 from hvdlite_launcher.elastic.membership import (
     Dismiss,
     EndJob,

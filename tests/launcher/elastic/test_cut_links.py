@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hvdlite_launcher.elastic.cut_links import CutLinks, fewest_to_give_up
+from hvdlite_launcher.elastic.hangs import CutLinks, fewest_to_give_up
 from hvdlite_launcher.protocol.messages import Alive
 
 

@@ -27,7 +27,7 @@ from hvdlite_launcher.protocol.messages import (
     Unresponsive,
 )
 from hvdlite_launcher.workers.ending import FAILURE_GRACE_S
-from hvdlite_wire.assignments import Dismissal, NewWorkerPolicy, RankAssignment
+from hvdlite_wire.store_requests import Dismissal, NewWorkerPolicy, RankAssignment
 
 TERM, KILL, INT = signal.SIGTERM, signal.SIGKILL, signal.SIGINT
 

@@ -13,12 +13,21 @@ from hvdlite_launcher.elastic.elastic_job import ElasticJob
 from hvdlite_launcher.elastic.membership import Membership
 from hvdlite_launcher.plan.elastic_spec import ON_FAILURE, Policy
 from hvdlite_launcher.protocol.messages import Answered, Exited, Hello, HostsFound, InitDone, InitStarted
-from hvdlite_launcher.store.cache import Cache
+from hvdlite_launcher.store.relay import Cache
 from hvdlite_launcher.store.server import Store
 from hvdlite_launcher.workers.ending import Ending
 from hvdlite_launcher.workers.roster import Roster
-from hvdlite_wire.assignments import ANSWERS, Dismissal, RankAssignment, assignment_key
-from hvdlite_wire.store_requests import DONE, FAILED, StoreRequest, pack, unpack
+from hvdlite_wire.store_requests import (
+    ANSWERS,
+    DONE,
+    FAILED,
+    Dismissal,
+    RankAssignment,
+    StoreRequest,
+    assignment_key,
+    pack,
+    unpack,
+)
 from reachable import reachable
 
 SETTLED, GENERATIONS = 400, 1000  # small numbers are objects that Python makes once, so larger ones are compared

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hvdlite_launcher.elastic.host_slots import Place
+from hvdlite_launcher.elastic.elastic_workers import Place
 from hvdlite_launcher.elastic.membership import (
     Dismiss,
     EndJob,
@@ -18,7 +18,7 @@ from hvdlite_launcher.elastic.membership import (
     StartWorker,
 )
 from hvdlite_launcher.plan.elastic_spec import ON_FAILURE, Policy
-from hvdlite_wire.assignments import NewWorkerPolicy
+from hvdlite_wire.store_requests import NewWorkerPolicy
 from hypothesis import given
 from hypothesis import strategies as st
 

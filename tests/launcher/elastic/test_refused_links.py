@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlite_launcher.elastic.cut_links import MOST_FAILED_MEETINGS, RefusedLinks
+from hvdlite_launcher.elastic.hangs import MOST_FAILED_MEETINGS, RefusedLinks
 from hvdlite_launcher.protocol.messages import InitFailed
 
 HOST_OF = {0: "a", 1: "a", 2: "b", 3: "c"}

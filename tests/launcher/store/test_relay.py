@@ -10,8 +10,7 @@ import struct
 import pytest
 from hvdlite_launcher.protocol.store_messages import Answer, Ask, Have, Want
 from hvdlite_launcher.store import relay
-from hvdlite_launcher.store.cache import Cache
-from hvdlite_launcher.store.relay import Relay
+from hvdlite_launcher.store.relay import Cache, Relay
 from hvdlite_wire.store_requests import DONE, HEADER, MAX_REQUEST_BYTES, StoreRequest, frame, pack
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

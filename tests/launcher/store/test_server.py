@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from hvdlite_launcher.protocol.messages import Alive, InitDone, InitFailed, InitStarted
 from hvdlite_launcher.protocol.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, Want
-from hvdlite_launcher.store.cache import Cache
+from hvdlite_launcher.store.relay import Cache
 from hvdlite_launcher.store.server import Store
 from hvdlite_wire.store_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, pack, unpack
 from hypothesis import given, settings

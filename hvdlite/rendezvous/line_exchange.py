@@ -1,6 +1,8 @@
 """
-Clients of two interfaces between a rank and its launcher, by which rank 0 sends the others a line of text.
+Three ways in which rank 0 sends the other ranks a line of text, before there is a store.
 
+    Unix socket, for jobs on one host
+        rank 0 listens under a name in Linux's abstract namespace, which vanishes with its process
     PMI-1, from MPICH's mpirun and ``srun --mpi=pmi2``, a text protocol
         init -> get_my_kvsname -> rank 0: put -> barrier_in (all) -> get      at the end of the process: finalize
     PMIx, from OpenMPI's mpirun and ``srun --mpi=pmix``, called in libpmix through ctypes
@@ -19,7 +21,9 @@ import ctypes
 import ctypes.util
 import os
 import select
+import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -29,7 +33,97 @@ from pathlib import Path
 from ..errors import CommunicationError, LaunchEnvironmentError
 
 _LONGEST = 65536
+_PAUSE_S = 0.02  # between two attempts to connect to rank 0
 _PATIENCE_S = 30  # for requests that the launcher's daemon on this host answers without waiting for other ranks
+
+
+def give_to_local_ranks(name: str, text: str, size: int, timeout_s: float) -> None:
+    """Sends ``text`` to all other ranks; rank 0 calls it. Blocks until each rank has it.
+
+    ``name`` is the socket's, equal on all ranks. Raises a CommunicationError if a rank does not ask within
+    ``timeout_s``, or if another process listens under this name.
+    """
+    give_up_at = time.monotonic() + timeout_s
+    missing = set(range(1, size))
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(_address_of(name))
+        except OSError as error:
+            raise CommunicationError(
+                f"another process of this host has the socket name {name!r} of this job: two processes are its rank "
+                f"0, or hvd.init() was called both in a program and in one that it started ({error})"
+            ) from error
+        listener.listen(size)
+        while missing:
+            listener.settimeout(max(0.001, give_up_at - time.monotonic()))
+            try:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.settimeout(max(0.001, give_up_at - time.monotonic()))
+                    if _peer_user(connection) == os.getuid():
+                        rank = int(_read_line(connection.fileno(), give_up_at))
+                        connection.sendall(f"{text}\n".encode())
+                        missing.discard(rank)
+            except TimeoutError:
+                raise CommunicationError(
+                    f"hvd.init() failed: rank {_list(missing)} on this host did not call it within {timeout_s:g} s: "
+                    "look at the output of these ranks"
+                ) from None
+            except (OSError, ValueError):
+                continue  # it closed the connection, or is no rank; the error at the end names the missing ranks
+
+
+def ask_local_rank_0(name: str, rank: int, timeout_s: float) -> str:
+    """Returns the text that rank 0 sends; every other rank calls it. Blocks until rank 0 listens under ``name``.
+
+    Raises a CommunicationError after ``timeout_s``, or if the socket belongs to another user's process.
+    """
+    give_up_at = time.monotonic() + timeout_s
+    while time.monotonic() < give_up_at:
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(max(0.001, give_up_at - time.monotonic()))
+            connection.connect(_address_of(name))
+            if _peer_user(connection) != os.getuid():
+                raise CommunicationError(f"the socket {name!r} of this host belongs to another user's process")
+            connection.sendall(f"{rank}\n".encode())
+            if answer := _read_line(connection.fileno(), give_up_at):
+                return answer
+        time.sleep(_PAUSE_S)
+    raise CommunicationError(
+        f"hvd.init() failed: rank 0 on this host did not call it within {timeout_s:g} s: look at its output"
+    )
+
+
+def _address_of(name: str) -> bytes:
+    return b"\0hvdlite/" + name.encode()
+
+
+def _read_line(descriptor: int, give_up_at: float) -> str:
+    """Returns a line, or "" if the other end closes or sends too much; raises a TimeoutError at ``give_up_at``.
+
+    By `poll`, since a timeout of the socket would hold for its duplicate in an MPI library, too.
+    """
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    data = b""
+    while not data.endswith(b"\n"):
+        if not poll.poll(max(0.0, give_up_at - time.monotonic()) * 1000):
+            raise TimeoutError
+        piece = os.read(descriptor, _LONGEST)
+        if not piece or len(data) > _LONGEST:
+            return ""
+        data += piece
+    return data[:-1].decode(errors="replace")
+
+
+def _peer_user(connection: socket.socket) -> int:
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(user)
+
+
+def _list(ranks: set[int]) -> str:
+    shown = sorted(ranks)[:8]
+    return ", ".join(map(str, shown)) + (", ..." if len(ranks) > len(shown) else "")
 
 
 def open_connection(inherited: str) -> int:
@@ -80,30 +174,20 @@ def _ask(connection: int, command: str, give_up_at: float) -> dict[str, str]:
     try:
         os.write(connection, f"{command}\n".encode())
         answer = _read_line(connection, give_up_at)
+    except TimeoutError:
+        raise CommunicationError(
+            "hvd.init() failed: another rank did not call it in time (the launcher's PMI barrier has not ended): look "
+            "at the output of the other ranks"
+        ) from None
     except OSError as error:
         raise CommunicationError(f"the launcher does not answer on PMI_FD={connection}: {error}") from error
+    if not answer:
+        raise CommunicationError(f"the launcher closed PMI_FD={connection} or sent an invalid answer")
     # Only the last value may contain spaces: it is a message, which is not used here.
     fields = dict(part.partition("=")[::2] for part in answer.split())
     if "cmd" not in fields or fields.get("rc", "0") != "0":
         raise CommunicationError(f"the launcher answered {answer!r} to {command!r} on PMI_FD={connection}")
     return fields
-
-
-def _read_line(connection: int, give_up_at: float) -> str:
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    data = b""
-    while not data.endswith(b"\n"):
-        if not poll.poll(max(0.0, give_up_at - time.monotonic()) * 1000):
-            raise CommunicationError(
-                "hvd.init() failed: another rank did not call it in time (the launcher's PMI barrier has not ended): "
-                "look at the output of the other ranks"
-            )
-        piece = os.read(connection, _LONGEST)
-        if not piece or len(data) > _LONGEST:
-            raise CommunicationError(f"the launcher closed PMI_FD={connection} or sent an invalid answer")
-        data += piece
-    return data[:-1].decode(errors="replace")
 
 
 # Of pmix_common.h.
