@@ -48,6 +48,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def spread(count: int, size: int) -> list[int]:
+    """The number of rows, or elements, of each rank: if they do not divide evenly, the first ranks get one more."""
+    return [count // size + (rank < count % size) for rank in range(size)]
+
+
 def pieces_of(flat: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """Returns consecutive views of ``flat``, of ``counts`` elements (or rows) each."""
     stops = list(accumulate(counts))

@@ -25,8 +25,7 @@ from ..faults import point
 from ..log import log
 from ..ops.base import submit
 from ..ops.broadcast import broadcast_tensors
-from ..ops.sent_tensors import SentTensors, resolver, room_for
-from ..ops.typed_values import ValueDecoder, ValueEncoder
+from ..ops.typed_values import SentTensors, ValueDecoder, ValueEncoder, resolver, room_for
 from ..runtime.process_set_functions import global_process_set, group_of
 
 # For the names of groups, which must be new in a generation.

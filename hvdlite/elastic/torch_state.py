@@ -22,11 +22,10 @@ from ..comm.reduce_op import Min
 from ..ops.api import allreduce, barrier
 from ..ops.broadcast import broadcast_object
 from ..ops.sendable import check_sendable, check_writable, plain_tensor
-from ..ops.sent_tensors import SentTensors
-from ..ops.typed_values import ValueDecoder, ValueEncoder
-from ..optim.fill_tensors import Filler
+from ..ops.typed_values import SentTensors, ValueDecoder, ValueEncoder
 from ..optim.optimizer import DistributedOptimizer
 from ..optim.optimizer_state import (
+    Filler,
     encode_state,
     loading_in_place,
     params_of,

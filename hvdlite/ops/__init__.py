@@ -7,6 +7,6 @@ The public collectives and their implementation, `join`, and batch normalization
 
 Modules import only what stands before them:
 
-    sendable < rows < adasum < reduction < failures < packing < base < allgather_reducescatter < alltoall < allreduce
-        < broadcast < direct < typed_values < sent_tensors < api < join < batch_norm
+    sendable < adasum < reduction < failures < packing < base < rows < allreduce < broadcast < direct < typed_values
+        < api < join < batch_norm
 """

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import as_bytes, pieces_of
+from ..comm.flat_bytes import as_bytes, pieces_of, spread
 from ..comm.group import Group
-from .rows import spread
 
 # Most elements of a slice that are held in float64 at a time.
 _CHUNK_NUMEL = 2**20

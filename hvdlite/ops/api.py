@@ -53,12 +53,11 @@ from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set
 from ..values import shown
 from . import direct
-from .allgather_reducescatter import Allgather, Reducescatter
 from .allreduce import Allreduce, SparseAllreduce
-from .alltoall import Alltoall, check_splits
 from .base import check_tensors, submit, title
 from .broadcast import Broadcast
 from .reduction import make_reduction
+from .rows import Allgather, Alltoall, Reducescatter, check_splits
 from .sendable import layout_of
 
 

@@ -27,11 +27,11 @@ from ..runtime.process_set_functions import global_process_set
 from ..runtime.world import current_world, is_initialized
 from ..shm.board import VoteData
 from ..shm.control_block import PAYLOAD_BYTES
-from .allgather_reducescatter import Allgather
 from .allreduce import Allreduce
 from .base import in_callers_modes
 from .broadcast import Broadcast
 from .reduction import Reduction
+from .rows import Allgather
 from .sendable import is_sendable
 
 Result = TypeVar("Result")

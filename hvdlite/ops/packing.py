@@ -3,7 +3,7 @@ All-reduce and reduce-scatter with a user's own compression: tensors are compres
 
     tensors ── pack ── wires ── failures on any rank raised on all ── flat by dtype ── reduced ── unpack ── tensors
 
-`allreduce`, `allgather_reducescatter` and `optim` call it. As in Horovod, prescaling, the sum, the division and
+`allreduce`, `rows` and `exchanges` call it. As in Horovod, prescaling, the sum, the division and
 postscaling apply to the wire, in the wire's dtype.
 """
 

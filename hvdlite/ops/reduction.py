@@ -3,7 +3,7 @@ Reduces tensors over ranks, including ops and dtypes that gloo and NCCL lack.
 
     flat tensor ── scale ── compress ── all ranks combined ── decompress ── divide ── scale ── in place
 
-`allreduce`, `allgather_reducescatter`, `packing` and `optim` call it; it uses the collectives of `comm.group`. An
+`allreduce`, `rows`, `packing` and `exchanges` call it; it uses the collectives of `comm.group`. An
 average is the sum, divided: so the average of equal tensors is exactly that tensor. Tensors sent in 16 bits are divided
 before the sum instead, so that the sum overflows no sooner than its terms. Integers are summed in wider types, and
 their average is truncated towards zero. For booleans, a sum and a maximum are "any"; a product, a minimum and an

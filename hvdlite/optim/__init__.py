@@ -5,7 +5,6 @@
 
 Modules import only what stands before them:
 
-    opening < own_engine < param_hooks < surplus < reducer < autotune < arguments < followed_groups
-        < optimizer_proxy < fill_tensors < optimizer_state < step_by_bucket < state_pattern < averaging_optimizer
-        < optimizer < checkpoint_file < checkpoint
+    own_engine < surplus < reducer < autotune < arguments < optimizer_proxy < optimizer_state < averaging_optimizer
+        < optimizer < checkpoint
 """

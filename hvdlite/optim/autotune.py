@@ -4,7 +4,7 @@ Chooses the size of an optimizer's buckets by measuring how long buckets of a fe
     measure: all-reduces of zeros ── seconds ── fit: TimeModel (latency and bandwidth)   once per device type and dtype
     candidates: the predicted step for each size ── rank 0 takes the shortest, logs it and sends it to every rank
 
-`optimizer` passes `tuned_cap` to the reducer, and `opening` calls it once the optimizer's engine is open.
+`optimizer` passes `tuned_cap` to the reducer, and `own_engine` calls it once the optimizer's engine is open.
 
 The model of a step: backward produces gradients at a constant rate in bytes. A bucket is ready when its last gradient
 is. Buckets are sent one after the other, and each takes the time that its line predicts. Small buckets pay many
@@ -43,7 +43,7 @@ from ..comm.reduce_op import Max
 from ..exchanges.exchange_choice import exchange_of
 from ..log import log
 from ..ops.failures import raise_together
-from .opening import require_same_model
+from .own_engine import require_same_model
 
 LIMIT_S = 1.0
 """Approximate limit in seconds for all measurements together."""

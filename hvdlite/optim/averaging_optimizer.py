@@ -24,17 +24,13 @@ from ..buckets.weights import FIRST_REFERENCE, no_loss
 from ..errors import GradientError
 from ..outside_graphs import keep_outside_graphs
 from ..steps.step_state import StepState
-from ..updates.clipping import NormClipper
 from ..updates.divided_state import DividedState
 from ..updates.sharded_update import ShardedUpdate
-from ..updates.update import WholeUpdate
+from ..updates.update import DCP, NormClipper, StatePattern, StepByBucket, WholeUpdate
 from ..values import shown, whole_number
 from .arguments import check_weighted
-from .followed_groups import FollowedGroups
-from .optimizer_proxy import OptimizerProxy
+from .optimizer_proxy import FollowedGroups, OptimizerProxy
 from .reducer import Reducer
-from .state_pattern import DCP, StatePattern
-from .step_by_bucket import StepByBucket
 
 # The key of hvdlite's own state in a state_dict: a dict with a part for each owner. PyTorch's optimizers ignore it.
 _KEY = "hvdlite"

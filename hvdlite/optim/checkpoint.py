@@ -1,8 +1,8 @@
 """
 `save_checkpoint`, `load_checkpoint`: one file for a job of any number of ranks, which rank 0 alone writes and reads.
 
-    save   all ranks: consolidate, random states ──► rank 0: state_dict of each ── checkpoint_file.write
-    load   rank 0: checkpoint_file.read ── broadcast ──► all ranks: load_state_dict of each, random states
+    save   all ranks: consolidate, random states ──► rank 0: state_dict of each ── write
+    load   rank 0: read ── broadcast ──► all ranks: load_state_dict of each, random states
 
 The file is a dict by the names of what was saved, which ``torch.load`` reads too. Under the key "hvdlite" are the
 number of ranks, and each rank's random states. An error on rank 0 is sent in place of what the others wait for, and
@@ -12,8 +12,12 @@ each rank tells the others whether it has loaded: all of them raise, or none.
 from __future__ import annotations
 
 import builtins
+import contextlib
+import errno
+import io
 import json
 import os
+import pickle
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -27,12 +31,132 @@ from ..errors import MismatchError
 from ..log import log
 from ..ops.base import submit
 from ..ops.broadcast import allgather_object, broadcast_object, broadcast_tensors
-from ..ops.sent_tensors import SentTensors, resolver, room_for
-from ..ops.typed_values import ValueDecoder, ValueEncoder
+from ..ops.typed_values import SentTensors, ValueDecoder, ValueEncoder, resolver, room_for
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
-from . import checkpoint_file
+
+
+def write(path: str, content: Mapping[str, Any]) -> None:
+    """Writes the content to the file, or leaves it as it is and raises an OSError, or a TypeError for unsafe values."""
+    target = os.path.realpath(path)
+    # One name, so that what a killed process has left is overwritten by the next.
+    temporary = f"{target}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            _save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _require_loadable(temporary, content)
+        os.replace(temporary, target)
+        _sync_directory(os.path.dirname(target))
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, path) from error
+        raise
+
+
+class _Recording:
+    """A file for `torch.save`, which reports an error of the disk as one of its own format."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return int(self._file.write(data))
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save(content: Mapping[str, Any], file: Any) -> None:
+    recording = _Recording(file)
+    try:
+        torch.save(dict(content), recording)  # type: ignore[arg-type]  # all that it uses of a file
+    except Exception:
+        if recording.error is not None:
+            raise recording.error from None
+        for name, value in content.items():
+            _require_savable(name, value)
+        raise
+
+
+def _require_savable(name: str, value: Any) -> None:
+    try:
+        torch.save(value, io.BytesIO())
+    except Exception as error:
+        raise TypeError(
+            f"save_checkpoint: {name} cannot be saved: {_first_line(error)}: save tensors, numbers, texts, and lists "
+            "and dicts of these"
+        ) from error
+
+
+def _require_loadable(path: str, content: Mapping[str, Any]) -> None:
+    """Raises a TypeError that names what `read` would refuse. It reads all but the tensors."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        for name, value in content.items():
+            if not _is_loadable(value):
+                raise TypeError(
+                    f"save_checkpoint: {name} has objects of a class that a checkpoint does not load, as that could "
+                    "run any code: save tensors, numbers, texts, and lists and dicts of these"
+                ) from error
+        raise
+
+
+def _is_loadable(value: Any) -> bool:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    try:
+        torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        return False
+    return True
+
+
+def _sync_directory(directory: str) -> None:
+    # Else a power failure could undo the renaming. Some file systems cannot do it.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def read(path: str) -> dict[str, Any]:
+    """Returns the content of the file, on the CPU. Raises an OSError, or a ValueError if it is no checkpoint."""
+    try:
+        with open(path, "rb") as file:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            # torch.load looks for the end of a file that has none.
+            raise ValueError(f"{path} is no checkpoint, or was cut off: {error.strerror}") from error
+        raise OSError(error.errno, error.strerror, path) from error
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} is no checkpoint that can be loaded safely, as tensors and values alone: {_first_line(error)}"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise ValueError(f"{path} is no checkpoint, or was cut off: {_first_line(error)}") from error
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ValueError(f"{path} is no checkpoint: it has a {type(content).__name__}, and not a dict of names")
+    return content
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
 
 _SAVE = "save_checkpoint"
 _OWN, _SIZE = "hvdlite", "size"
@@ -74,7 +198,7 @@ def save_checkpoint(
     if group.rank == 0:
         try:
             content = {name: value.state_dict() if _has_state(value) else value for name, value in named.items()}
-            checkpoint_file.write(path, {**content, _OWN: {_SIZE: group.size, "random": randoms}})
+            write(path, {**content, _OWN: {_SIZE: group.size, "random": randoms}})
         except Exception as caught:  # noqa: BLE001  # whatever the methods of an object raise
             error = caught
     told = broadcast_object(_told(error), group.ranks[0], f"{_SAVE}: outcome", process_set)
@@ -152,7 +276,7 @@ def _received(path: str, names: list[str], group: Group, process_set: ProcessSet
     if group.rank == 0:
         told, encoded = None, None
         try:
-            saved = checkpoint_file.read(path)
+            saved = read(path)
             _require_names(saved, names, path)
             encoded = ValueEncoder(sent.refer).encode([saved, _metadata_of(saved)], path)
         except Exception as caught:  # noqa: BLE001  # sent, so that no rank waits for ever

@@ -51,9 +51,8 @@ from .arguments import (
 )
 from .autotune import tuned_cap
 from .averaging_optimizer import AveragingOptimizer
-from .opening import Arguments, TuneNamed
 from .optimizer_state import is_plain_optimizer, params_of
-from .own_engine import Connection
+from .own_engine import Arguments, Connection, TuneNamed
 from .reducer import Reducer
 
 # The fastest of 1 to 64 MiB by a few per cent, measured with two ranks over gloo on a 25 M-parameter MLP and on a

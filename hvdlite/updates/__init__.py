@@ -7,5 +7,5 @@ How the wrapped optimizer's own step is taken, once averages are there: of all p
 
 Modules import only what stands before them:
 
-    clipping < update < pieces < divided_state < sharded_update
+    update < pieces < divided_state < sharded_update
 """

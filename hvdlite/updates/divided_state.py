@@ -12,7 +12,7 @@ import copy
 import uuid
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +29,6 @@ from ..log import log
 from ..ops.failures import raise_together
 from ..outside_graphs import keep_outside_graphs
 from ..steps.gradient_plan import GradientPlan
-from ..steps.step import Step
-from ..steps.step_world import OptimizerEngine
 from .pieces import (
     MASTER,
     ParameterPiece,
@@ -42,22 +40,7 @@ from .pieces import (
     slice_state,
     without_idle_master,
 )
-
-
-class SharedAverages(Protocol):
-    """The `Reducer`, as `DividedState` and `ShardedUpdate` use it."""
-
-    @property
-    def step(self) -> Step:
-        """The step of the current world."""
-
-    @property
-    def engine(self) -> OptimizerEngine:
-        """The optimizer's own engine in the current world."""
-
-    @property
-    def name(self) -> str:
-        """The optimizer's name in messages, equal on all ranks."""
+from .update import Averages
 
 
 class Ownership:
@@ -100,7 +83,7 @@ class DividedState:
     sharing: Group
     """Those of them that share the optimizer's work."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, averages: SharedAverages, shard: Sharing) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, averages: Averages, shard: Sharing) -> None:
         self.ownership = Ownership()
         """Who has which pieces, as of the last `follow`."""
         self._optimizer = optimizer

@@ -32,8 +32,7 @@ from ..comm.flat_bytes import as_bytes, plain
 from ..comm.group import Group
 from ..errors import GradientError
 from ..ops.failures import raise_together
-from ..ops.sent_tensors import SentTensors, resolver, room_for
-from ..ops.typed_values import ValueDecoder, ValueEncoder
+from ..ops.typed_values import SentTensors, ValueDecoder, ValueEncoder, resolver, room_for
 from ..outside_graphs import keep_outside_graphs
 
 MASTER = "master"

@@ -24,9 +24,8 @@ from ..comm.flat_bytes import mark_written
 from ..outside_graphs import keep_outside_graphs
 from ..steps.gradient_plan import MOST_GATHERS
 from ..steps.step import Arrived
-from .clipping import NormClipper
-from .divided_state import DividedState, SharedAverages
-from .update import narrowed
+from .divided_state import DividedState
+from .update import Averages, NormClipper, narrowed
 
 
 class ShardedUpdate:
@@ -37,7 +36,7 @@ class ShardedUpdate:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        averages: SharedAverages,
+        averages: Averages,
         states: DividedState,
         clipper: NormClipper | None,
     ) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvdlite.ops.sent_tensors import SentTensors
-from hvdlite.ops.typed_values import ValueDecoder, ValueEncoder
+from hvdlite.ops.typed_values import SentTensors, ValueDecoder, ValueEncoder
 
 Point = namedtuple("Point", ["x", "y"])
 

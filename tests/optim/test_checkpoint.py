@@ -13,7 +13,7 @@ from torch import nn
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
-from hvdlite.optim import checkpoint_file
+from hvdlite.optim import checkpoint
 
 
 class Versioned(nn.Linear):
@@ -212,7 +212,7 @@ def test_a_file_that_cannot_be_written_is_an_error_on_every_rank_and_the_one_bef
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    class FullDisk(checkpoint_file._Recording):
+    class FullDisk(checkpoint._Recording):
         def write(self, data: Any) -> int:
             return super().write(data) if self._file.tell() < 1000 else self._full(data)
 
@@ -222,7 +222,7 @@ def test_a_file_that_cannot_be_written_is_an_error_on_every_rank_and_the_one_bef
 
     for name, replaced in (("os.fsync", full), ("_Recording", FullDisk)):
         with monkeypatch.context() as patch:
-            patch.setattr(f"hvdlite.optim.checkpoint_file.{name}", replaced)
+            patch.setattr(f"hvdlite.optim.checkpoint.{name}", replaced)
             outcomes = attempt_worlds(2, lambda _: hvd.save_checkpoint(path, epoch=2, values=torch.zeros(100_000)))
         for outcome in outcomes:
             assert isinstance(outcome, OSError), outcome
