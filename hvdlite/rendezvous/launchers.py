@@ -5,7 +5,7 @@ The table of supported launchers, with the environment variables that give a pro
 
 `read_placement` reads the variables. To support a new launcher, add one entry. Its ranks then connect at MASTER_ADDR
 and MASTER_PORT, or through PMIx or PMI if the launcher offers these (`pmi_rendezvous`). hvdlite-run itself may run
-under such a launcher: launcher/plan/exported_variables.py has patterns of the variables that it must not send to other
+under such a launcher: launcher/plan/worker_environment.py has patterns of the variables that it must not send to other
 hosts, and tests/e2e/test_contract.py compares these patterns with this table.
 
 `runtime.bootstrap` calls this module. The functions here only read the environment; they do not communicate.

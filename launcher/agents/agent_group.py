@@ -21,9 +21,8 @@ from queue import SimpleQueue
 from hvdlite_wire.linux import LOOPBACK
 
 from ..errors import LauncherError, one_reason
-from ..plan.hosts import AUTO, Host, host_of_label
+from ..plan.hosts import AUTO, Host, Slot, host_of_label
 from ..plan.job_spec import JobSpec
-from ..plan.slots import Slot
 from ..plan.ssh import explain
 from ..plan.worker_environment import job_dir, slot_environment
 from ..protocol.messages import (
@@ -39,7 +38,7 @@ from ..protocol.messages import (
     StartWorkers,
 )
 from ..store.server import Store
-from ..system import open_files, process_tree
+from ..system import process_tree
 from ..system.network import address_towards, own_address, some_address
 from ..system.terminal_text import StatusLine
 from .connection_loop import MOST_CONNECTORS, ConnectionLoop, Connectors
@@ -101,7 +100,7 @@ class Agents:
         if far:
             of_questions = _FILES_OF_QUESTION * min(len(far), MOST_CONNECTORS)
             most = max(_FILES_OF_HOST * len(far), of_questions) + _FILES_BESIDES
-            open_files.require(most, f"connections to {len(far)} hosts")
+            process_tree.require_open_files(most, f"connections to {len(far)} hosts")
         for host, argv in zip(hosts, self._argvs(hosts), strict=True):
             if not host.is_here:
                 log(f"{host.label} is reached by: {shlex.join(argv)}")
@@ -146,7 +145,7 @@ class Agents:
             return
         known = next((host for host in self._job.hosts if host.label == label), None)
         host = host_of_label(label, slots) if known is None else replace(known, slots=slots)
-        open_files.require(_FILES_OF_HOST + _FILES_BESIDES, "connections to one more host")
+        process_tree.require_open_files(_FILES_OF_HOST + _FILES_BESIDES, "connections to one more host")
         argv = self._argv(host)
         if self._connecting.get(label) is not attempt:
             return

@@ -43,8 +43,7 @@ from ..protocol.messages import (
 )
 from ..protocol.store_messages import StoreEvent
 from ..store.server import Store
-from ..system.open_files import as_before
-from ..system.signals import signal_name
+from ..system.process_tree import as_before, signal_name
 from ..system.terminal_text import one_line
 from ..version import VERSION
 from .connection_loop import ConnectionLoop, Connectors

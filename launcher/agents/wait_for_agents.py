@@ -20,7 +20,7 @@ from ..protocol.messages import (
     ReportAsked,
     UserSignal,
 )
-from ..system.signals import signal_name
+from ..system.process_tree import signal_name
 
 
 class SignalledError(LauncherError):

@@ -4,5 +4,5 @@
 
 Modules import only what stands before them:
 
-    ask_hosts < host_facts < diagnosis < run_check
+    host_facts < diagnosis < run_check
 """

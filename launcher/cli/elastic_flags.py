@@ -14,8 +14,8 @@ from collections.abc import Collection
 
 from ..errors import UsageError
 from ..plan.chaos_spec import ChaosSpec, parse_chaos, require_goes_on
-from ..plan.elastic_spec import ON_FAILURE, DiscoveryScript, ElasticSpec, Policy, RestartSpec
 from ..plan.hosts import AUTO, Host
+from ..plan.job_spec import ON_FAILURE, DiscoveryScript, ElasticSpec, Policy, RestartSpec
 from . import flag_values
 
 HELP = """\

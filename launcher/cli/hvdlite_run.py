@@ -17,13 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..errors import LauncherError, UsageError
-from ..plan.elastic_spec import ElasticSpec
-from ..plan.exported_variables import chosen_environment
 from ..plan.given_hosts import given_hosts
-from ..plan.hosts import Host, find_this_machine, parse_hosts, read_hostfile
-from ..plan.job_spec import JobSpec
-from ..plan.slots import plan_slots
+from ..plan.hosts import Host, find_this_machine, parse_hosts, plan_slots, read_hostfile
+from ..plan.job_spec import ElasticSpec, JobSpec
 from ..plan.ssh import Ssh
+from ..plan.worker_environment import chosen_environment
 from ..system.terminal_text import say, write
 from ..version import VERSION
 from . import elastic_flags, horovodrun_flags

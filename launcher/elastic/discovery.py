@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Mapping
 
 from ..errors import LauncherError, UsageError, in_words
-from ..plan.elastic_spec import DiscoveryScript
 from ..plan.hosts import AUTO, Host, find_this_machine, parse_host
+from ..plan.job_spec import DiscoveryScript
 from ..protocol.messages import DiscoveryFailed, HostsFound
-from ..system import open_files, process_tree
-from ..system.signals import signal_name
+from ..system import process_tree
+from ..system.process_tree import signal_name
 from ..system.terminal_text import one_line
 
 _MOST_BYTES = 1 << 20
@@ -148,7 +148,7 @@ def run_script(script: DiscoveryScript, is_closed: Callable[[], bool]) -> bytes:
     The run is killed if it takes too long, prints too much, or ``is_closed`` returns True.
     """
     process = subprocess.Popen(
-        open_files.as_before(["/bin/sh", "-c", script.command]),
+        process_tree.as_before(["/bin/sh", "-c", script.command]),
         cwd=script.cwd,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

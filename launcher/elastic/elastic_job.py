@@ -34,7 +34,7 @@ from ..protocol.messages import (
 )
 from ..screen.job_screen import Screen
 from ..store.server import Store
-from ..system.signals import shell_code, signal_name
+from ..system.process_tree import shell_code, signal_name
 from ..workers.ending import FAILURE_GRACE_S, Ending
 from ..workers.failure_message import JobOutcome, failure_message, name_workers
 from ..workers.first_failure import FirstFailure

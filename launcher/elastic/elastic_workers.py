@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from hvdlite_wire.store_requests import NewWorkerPolicy
 
-from ..plan.elastic_spec import Policy
+from ..plan.job_spec import Policy
 
 _MOST_DOUBLINGS = 30  # of a cooldown, whose length is a float
 _MOST_DOUBLINGS_OF_REST = 2

@@ -20,7 +20,7 @@ from ..agents.agent_group import Agents
 from ..plan.chaos_spec import OF_A_HOST, ChaosFault, ChaosSpec
 from ..protocol.messages import Event, Exited, FaultAsked, InitDone, Lost
 from ..store.server import Store
-from ..system.signals import signal_name
+from ..system.process_tree import signal_name
 from ..system.terminal_text import table
 from ..workers.ending import Ending
 from ..workers.observer import Observer

@@ -20,7 +20,7 @@ from enum import Enum, auto
 
 from hvdlite_wire.store_requests import NewWorkerPolicy
 
-from ..plan.elastic_spec import Policy, Responses
+from ..plan.job_spec import Policy, Responses
 from .elastic_workers import ElasticGeneration, ElasticWorkers, HostSlots, Place, PlacedWorker
 
 # After this time the user is told for which workers of the last generation the next one waits.

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ..cli.flag_parser import Parser, Value, closest
 from ..errors import JobError, UsageError
-from ..system.signals import signal_name
+from ..system.process_tree import signal_name
 from ..system.terminal_text import one_line, visible
 
 # These flags start no job, so nothing would be returned.

@@ -52,9 +52,9 @@ from ..protocol.messages import (
 )
 from ..protocol.store_messages import StoreCommand, StoreEvent
 from ..store.relay import Cache, Relay
-from ..system import job_directory, network, open_files, process_tree
+from ..system import job_directory, network, process_tree
 from ..system.machine import machine_id, slots_by_hardware
-from ..system.signals import signals_as_bytes
+from ..system.process_tree import signals_as_bytes
 from ..version import VERSION
 from .forked_workers import ForkedWorkers
 from .host_load import HostLoad
@@ -240,7 +240,7 @@ class Agent:
         if job is None or not job.started.isdisjoint(workers):
             raise ProtocolError("the launcher started workers of no job, or one of them twice")
         job.started.update(workers)  # in place: the cache knows this set
-        open_files.allow(_FILES_OF_WORKER * len(workers))
+        process_tree.allow_open_files(_FILES_OF_WORKER * len(workers))
         self._start_anew(job, {number: own for number, own in workers.items() if not self._is_forked(job, number, own)})
 
     def _is_forked(self, job: HostJob, number: int, own: Mapping[str, str]) -> bool:

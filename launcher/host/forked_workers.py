@@ -29,7 +29,7 @@ from typing import IO
 
 from ..plan.python_command import PythonCommand
 from ..plan.worker_environment import OWN_VARIABLES
-from ..system import open_files, process_tree
+from ..system import process_tree
 from .start_workers import ForkedProcess, Worker
 
 _STARTS_AFTER_S = 5.0
@@ -145,7 +145,7 @@ class ForkedWorkers:
                     bufsize=0,
                     start_new_session=True,
                     pass_fds=[theirs.fileno()],
-                    preexec_fn=open_files.setting_back(  # noqa: PLW1509  # the agent has no threads
+                    preexec_fn=process_tree.setting_back(  # noqa: PLW1509  # the agent has no threads
                         process_tree.dying_with_parent()
                     ),
                 )

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from hvdlite_wire.worker_status import HostUsage
 
-from ..system.open_files import as_before
+from ..system.process_tree import as_before
 
 _EACH_S = 10.0
 _READ_BYTES = 1 << 14

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from ..errors import in_words
 from ..system import process_tree
-from ..system.signals import shell_code
+from ..system.process_tree import shell_code
 from . import agent
 
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

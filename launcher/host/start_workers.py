@@ -15,7 +15,7 @@ from typing import IO
 from ..errors import in_words
 from ..plan.worker_environment import OWN_VARIABLES, HostEnvironment, variables_set
 from ..protocol.messages import Refused, StartJob, Stream
-from ..system import open_files, process_tree
+from ..system import process_tree
 from ..system.machine import usable_cores
 
 # What is in it is imported when a Python interpreter starts: see its `sitecustomize`.
@@ -80,7 +80,7 @@ def start_workers(
     Each leads a session of its own. ``workers`` are their own variables, by their numbers; ``common`` are the others.
     """
     command = command_of(job)
-    set_up = open_files.setting_back(process_tree.dying_with_parent())
+    set_up = process_tree.setting_back(process_tree.dying_with_parent())
     for number, own in workers.items():
         environment = {**common, **own}
         try:

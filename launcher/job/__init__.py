@@ -4,9 +4,9 @@
 failed job anew.
 
     events ──► supervisor ──► first_failure or elastic_job ──► ending ──► signals to workers by agents
-                 └──► job_screen, launcher_stdin
+                 └──► job_screen, standard input
 
 Modules import only what stands before them:
 
-    launcher_stdin < supervisor < launch < attempts
+    supervisor < launch < attempts
 """

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from ..agents.wait_for_agents import UnreachableError
-from ..plan.exported_variables import WorkerEnvironment
 from ..plan.hosts import Host
 from ..plan.job_spec import JobSpec
+from ..plan.worker_environment import WorkerEnvironment
 from ..store.server import Store
 from ..system.terminal_text import say
 from ..workers.failure_message import JobOutcome

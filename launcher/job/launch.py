@@ -22,9 +22,8 @@ from ..elastic.elastic_job import ElasticJob
 from ..elastic.job_faults import JobFaults, asked_fault
 from ..elastic.membership import REST_S, Membership
 from ..errors import UsageError
-from ..plan.hosts import AUTO, Host, count_auto_slots, each_machine_once
+from ..plan.hosts import AUTO, Host, Slot, count_auto_slots, each_machine_once, plan_slots
 from ..plan.job_spec import JobSpec
-from ..plan.slots import Slot, plan_slots
 from ..protocol.messages import Event, HostsFound, Interrupted, ReportAsked, ScreenDone, UserSignal
 from ..screen.display import draws_in_place
 from ..screen.job_screen import Screen, shown_by_rank, shown_by_slots
@@ -43,7 +42,7 @@ from ..status.summary import summary_data
 from ..status.summary_page import PAGE, summary_page
 from ..store.server import Store
 from ..system import process_tree
-from ..system.signals import signals_as_bytes
+from ..system.process_tree import signals_as_bytes
 from ..system.terminal_text import say
 from ..system.user_files import require_directory, require_writable, write_json, write_text
 from ..workers.ending import Ending
@@ -53,8 +52,7 @@ from ..workers.generation_table import GenerationTable
 from ..workers.observer import Observer
 from ..workers.roster import Roster
 from ..workers.trained_apart import TrainedApart
-from .launcher_stdin import Stdin, echoes
-from .supervisor import Judgement, Supervisor
+from .supervisor import Judgement, Stdin, Supervisor, echoes
 
 Made = TypeVar("Made")
 

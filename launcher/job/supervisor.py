@@ -6,12 +6,21 @@
 or a lost host means: `first_failure` in a job whose ranks stay the same, `elastic_job` in one that goes on with others.
 `ending` ends the workers, also when the launcher is signalled or output cannot be written. None of these has a thread,
 process or clock of its own, so tests can replay sequences of events.
+
+`Stdin` reads the launcher's standard input for rank 0, or worker 0 of an elastic job: one piece each time that its pipe
+has room. Nothing is read ahead, so input that rank 0 does not read stays unread here too, and its writer blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import select
 import signal
+import termios
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from queue import Empty, SimpleQueue
@@ -51,12 +60,11 @@ from ..protocol.messages import (
 )
 from ..screen.job_screen import Screen
 from ..status.reports import Reports
-from ..system.signals import shell_code
+from ..system.process_tree import shell_code
 from ..workers.ending import Ending
 from ..workers.failure_message import JobOutcome
 from ..workers.first_failure import FirstFailure
 from ..workers.observer import Observer
-from .launcher_stdin import Stdin
 
 Judgement = FirstFailure | ElasticJob
 
@@ -180,3 +188,56 @@ class Supervisor:
 
     def _name(self, number: int) -> str:
         return self.ending.roster.name([number])
+
+
+# A frame with one piece fits in an empty pipe. The agent's is empty when it asks, so sending never blocks.
+_PIECE_BYTES = 1 << 15
+_BACKGROUND_S = 0.3
+
+
+class Stdin:
+    """Answers each `read` with one event `InputRead`; an empty one is the end of the input."""
+
+    def __init__(self, events: SimpleQueue[Event], fd: int = 0) -> None:
+        self._events = events
+        self._fd = fd
+        self._asked: SimpleQueue[None] = SimpleQueue()
+        threading.Thread(target=self._work, daemon=True, name="stdin").start()
+
+    def read(self) -> None:
+        self._asked.put(None)
+
+    def _work(self) -> None:
+        # SIGTTIN stops a background job that reads its terminal; where it is blocked, the read fails instead. Blocked
+        # in this thread only, since child processes inherit the mask of the thread that starts them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTIN})
+        data = b"-"
+        while data:
+            self._asked.get()
+            data = self._read()
+            self._events.put(InputRead(data))
+
+    def _read(self) -> bytes:
+        while True:
+            try:
+                return os.read(self._fd, _PIECE_BYTES)
+            except BlockingIOError:  # a process that shares the descriptor made it non-blocking
+                select.select([self._fd], [], [])
+            except OSError as error:
+                if error.errno != errno.EIO or not self._in_background():
+                    return b""  # it cannot be read any more
+                time.sleep(_BACKGROUND_S)  # nothing notifies us when the job is in the foreground again
+
+    def _in_background(self) -> bool:
+        try:
+            return os.tcgetpgrp(self._fd) != os.getpgrp()
+        except OSError:
+            return False
+
+
+def echoes(fd: int = 0) -> bool:
+    """Whether ``fd`` is a terminal that shows what is typed."""
+    try:
+        return bool(termios.tcgetattr(fd)[3] & termios.ECHO)
+    except termios.error:
+        return False

@@ -4,6 +4,5 @@
 
 Modules import only what stands before them:
 
-    hosts < given_hosts < slots < worker_environment < python_command < exported_variables < ssh < chaos_spec
-        < elastic_spec < job_spec < dry_run
+    hosts < given_hosts < worker_environment < python_command < ssh < chaos_spec < job_spec < dry_run
 """

@@ -15,10 +15,8 @@ from ..system.job_directory import temporary_directory
 from ..system.machine import usable_cores
 from ..system.network import loopback_interface
 from .chaos_spec import ChaosSpec
-from .elastic_spec import ElasticSpec
-from .hosts import Host
-from .job_spec import JobSpec
-from .slots import Slot
+from .hosts import Host, Slot
+from .job_spec import ElasticSpec, JobSpec
 from .worker_environment import HostEnvironment, elastic_environment, job_dir, slot_environment, variables_set
 
 

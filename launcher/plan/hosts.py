@@ -1,4 +1,4 @@
-"""Parses the hosts that a user names, with ``-H`` or in a hostfile, and finds out which of them are this machine.
+"""The hosts that a user names, with ``-H`` or in a hostfile, which of them are this machine, and the ranks on each.
 
 A hostfile has one host per line, as for Horovod, OpenMPI and MPICH:
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import getpass
 import re
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -221,3 +222,50 @@ def _is_this_machine(host: Host) -> bool:
     except (OSError, UnicodeError):  # an alias in the user's ssh configuration, or no name that there can be
         return False
     return any(is_own_address(str(address[0]).partition("%")[0]) for *_, address in answers)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One worker and the host that it runs on.
+
+    ``number`` identifies the worker during the whole job. Its ``rank`` (global), ``local_rank`` (within its host) and
+    ``cross_rank`` (among hosts) are always looked up by its number. ``node`` is the number of its host.
+    """
+
+    number: int
+    rank: int
+    node: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    host: Host
+
+
+def plan_slots(hosts: tuple[Host, ...], size: int | None = None) -> tuple[Slot, ...]:
+    """Returns ``size`` slots, one per rank, filling the hosts in order; by default all slots of the hosts.
+
+    When a job starts, each worker's number is its rank. Raises `UsageError` if there are too few slots.
+    """
+    total = sum(host.slots for host in hosts)
+    if size is None:
+        size = total
+    if size > total:
+        raise UsageError(
+            f"-np {size} is more than the {total} slots of the hosts: give them more slots, as in host:{size}"
+        )
+    local_sizes: list[int] = []
+    left = size
+    for host in hosts:
+        local_sizes.append(min(host.slots, left))
+        left -= local_sizes[-1]
+    cross_sizes = Counter(local_rank for local_size in local_sizes for local_rank in range(local_size))
+    cross_ranks: Counter[int] = Counter()
+    slots: list[Slot] = []
+    for node, (host, local_size) in enumerate(zip(hosts, local_sizes, strict=True)):
+        for local_rank in range(local_size):
+            cross_rank, cross_size = cross_ranks[local_rank], cross_sizes[local_rank]
+            rank = len(slots)
+            slots.append(Slot(rank, rank, node, local_rank, local_size, cross_rank, cross_size, host))
+            cross_ranks[local_rank] += 1
+    return tuple(slots)

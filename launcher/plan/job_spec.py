@@ -1,14 +1,200 @@
-"""`JobSpec`: a job as the command line describes it. `cli.hvdlite_run` creates it and `job.launch` runs it."""
+"""`JobSpec`: a job as the command line describes it, and whether it is elastic, or restarted after a failure.
+
+`cli.hvdlite_run` makes it and `job.launch` runs it; `elastic.membership` follows the policy of an elastic job. After a
+failure that does what its `OnFailure` says. A new answer to a failure is a class derived from it, and an entry of
+`ON_FAILURE`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar, Generic, TypeVar
 
-from .elastic_spec import ElasticSpec, RestartSpec
-from .exported_variables import WorkerEnvironment
+from .chaos_spec import ChaosSpec
 from .hosts import Host
 from .ssh import Ssh
+from .worker_environment import WorkerEnvironment
+
+Action = TypeVar("Action")
+"""What `elastic.membership` carries out."""
+
+
+@dataclass(frozen=True)
+class Responses(Generic[Action]):
+    """What an `OnFailure` can have done about one failure. Each returns the actions that do it."""
+
+    end_job: Callable[[], Iterable[Action]]
+    bar_host: Callable[[], Iterable[Action]]
+    tell_of_empty_slot: Callable[[], Iterable[Action]]
+
+
+class OnFailure(ABC):
+    """What an elastic job does after a worker has failed. It has no state."""
+
+    name: ClassVar[str]
+    goes_on: ClassVar[bool] = True
+    """Whether the job goes on with the other workers."""
+    refills: ClassVar[bool] = True
+    """Whether a worker may be started in the slot of one that has failed."""
+    replaces: ClassVar[bool] = False
+    """Whether that is done at once, so that the job has as many workers again."""
+
+    @abstractmethod
+    def after_failure(self, responses: Responses[Action]) -> Iterable[Action]:
+        """Returns the actions after a worker has failed."""
+
+    def after_lost_host(self, responses: Responses[Action]) -> Iterable[Action]:
+        """Returns the actions after a host with workers was lost."""
+        return responses.bar_host()
+
+    @abstractmethod
+    def words(self, policy: Policy) -> str:
+        """Returns what --dry-run says that is done."""
+
+    def words_without_hosts(self, barred: str) -> str | None:
+        """Returns what is said if no host is left but those that are ``barred``; None for nothing."""
+        return None
+
+
+class Replace(OnFailure):
+    """A new worker takes the slot."""
+
+    name = "replace"
+    replaces = True
+
+    def after_failure(self, responses: Responses[Action]) -> Iterable[Action]:
+        return responses.tell_of_empty_slot()
+
+    def words(self, policy: Policy) -> str:
+        restarts = f"{policy.max_restarts} times within {policy.restart_window_s:g} s at most (--max-restarts)"
+        return f"a new worker takes the slot (--on-failure replace), {restarts}"
+
+
+class Shrink(OnFailure):
+    """The others go on, and nobody takes the worker's place."""
+
+    name = "shrink"
+    refills = False
+
+    def after_failure(self, responses: Responses[Action]) -> Iterable[Action]:
+        return ()
+
+    def words(self, policy: Policy) -> str:
+        return "the others go on, and the slot stays empty (--on-failure shrink)"
+
+
+class Blacklist(OnFailure):
+    """The worker's host gets no workers until its cooldown is over."""
+
+    name = "blacklist"
+
+    def after_failure(self, responses: Responses[Action]) -> Iterable[Action]:
+        return responses.bar_host()
+
+    def words(self, policy: Policy) -> str:
+        how_long = "any more"
+        if policy.cooldown_s is not None:
+            how_long = "for {:g} s, which doubles up to {:g} s".format(*policy.cooldown_s)
+        return f"its host gets no workers {how_long} (--on-failure blacklist)"
+
+    def words_without_hosts(self, barred: str) -> str | None:
+        return (
+            f"no host is left: after a failure these get no more workers (--on-failure blacklist): {barred}. Where "
+            "that is one host, --on-failure replace starts a new worker on it"
+        )
+
+
+class Stop(OnFailure):
+    """The job ends, as one that is not elastic."""
+
+    name = "stop"
+    goes_on = False
+
+    def after_failure(self, responses: Responses[Action]) -> Iterable[Action]:
+        return responses.end_job()
+
+    def after_lost_host(self, responses: Responses[Action]) -> Iterable[Action]:
+        return responses.end_job()
+
+    def words(self, policy: Policy) -> str:
+        return "the job ends (--on-failure stop)"
+
+
+ON_FAILURE: dict[str, OnFailure] = {each.name: each for each in (Replace(), Shrink(), Blacklist(), Stop())}
+"""The answers to a failure by their names."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The rules of an elastic job's membership.
+
+    ``start_np`` is how many workers the first generation needs, None for ``min_np``. ``max_np`` None: as many as there
+    are slots. ``spares`` workers more than ``max_np`` are started, and wait for a place.
+
+    ``cooldown_s`` is for how long a host gets no workers after its first failure, and at most; None: for ever.
+
+    ``max_restarts`` of one slot are made within ``restart_window_s``; then it stays empty for a while. ``reset_limit``
+    is how many generations may follow the first; None: any number.
+    """
+
+    min_np: int
+    max_np: int | None = None
+    start_np: int | None = None
+    spares: int = 0
+    on_failure: OnFailure = ON_FAILURE["replace"]
+    elastic_timeout_s: float = 600.0
+    cooldown_s: tuple[float, float] | None = None
+    reset_limit: int | None = None
+    max_restarts: int = 3
+    restart_window_s: float = 300.0
+
+    @property
+    def first_np(self) -> int:
+        return self.min_np if self.start_np is None else self.start_np
+
+
+@dataclass(frozen=True)
+class DiscoveryScript:
+    """A program that prints a line for each host that is there: ``host`` or ``host:slots``.
+
+    ``command`` is for a shell in the directory ``cwd``. A line without slots means ``slots_per_host``. It is run every
+    ``period_s`` seconds, and may take ``limit_s``.
+    """
+
+    command: str
+    cwd: str
+    slots_per_host: int = 1
+    period_s: float = 1.0
+    limit_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class ElasticSpec:
+    """An elastic job. Its hosts are those that ``discovery`` finds; if that is None, they are `JobSpec.hosts`.
+
+    A worker that others wait for is ended after ``hang_timeout_s`` without a response; 0: never.
+    ``chaos`` are the faults that the user wants to happen; None for none. ``forks``: workers that take the places of
+    others may be copies of a process that has imported torch.
+    """
+
+    policy: Policy
+    discovery: DiscoveryScript | None = None
+    hang_timeout_s: float = 30.0
+    chaos: ChaosSpec | None = None
+    forks: bool = True
+
+
+@dataclass(frozen=True)
+class RestartSpec:
+    """A job that is not elastic, and is started anew after a failure, at most ``max_restarts`` times.
+
+    It then runs on the hosts that are left, with at least ``min_np`` workers.
+    """
+
+    max_restarts: int
+    min_np: int
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from ..errors import LauncherError
 from ..system import process_tree
-from ..system.open_files import as_before
-from ..system.signals import signal_name
+from ..system.process_tree import as_before, signal_name
 from .hosts import Host
 
 # The login shell of the other host may be any shell, so it runs sh, which runs the first interpreter that exists.

@@ -1,4 +1,4 @@
-"""The environment variables that hvdlite-run sets for each worker. These functions start nothing and look nothing up.
+"""The environment of workers: the variables that hvdlite-run sets for each, and what they inherit of its own.
 
 The variables are the public contract between hvdlite-run and hvdlite, or any other program that it starts:
 
@@ -29,13 +29,18 @@ Some variables are set only if the user has not set them: OMP_NUM_THREADS (the h
 PYTHONUNBUFFERED=1, GLOO_ENABLE_STORE_V2_API=1 (gloo then sends fewer requests to the store) and GLOO_SOCKET_IFNAME. The
 latter is the interface towards the other hosts, which NCCL_SOCKET_IFNAME names too, or the loopback interface if all
 workers are on one host.
+
+No worker inherits the variables of one rank of an MPI job. Workers on other hosts also inherit none that hold only for
+this host, this login or another launcher's job. If you add a launcher to `hvdlite.rendezvous.launchers`, add its
+variables to the patterns here.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,8 +60,10 @@ from hvdlite_wire.job_contract import (
     WORKER,
 )
 
+from ..errors import UsageError
+
 if TYPE_CHECKING:  # agents import this module, and need neither slots nor hosts
-    from .slots import Slot
+    from .hosts import Slot
 
 _OWN = {
     RANK: "rank",
@@ -169,3 +176,65 @@ def job_dir(token: str, tmp: str) -> str:
 def store_socket(job_dir: str) -> str:
     """Returns the path of the socket on which the agent answers its workers' requests to the store."""
     return os.path.join(job_dir, "store")
+
+
+# Without these a program may not be found or not start: the directories of commands, those of Python's shared library
+# and standard library if they are not where it was built, and the home directory, which many programs read first.
+_NEEDED = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONHOME")
+
+# Variables of one host, one login or one rank of another launcher's job. They would be wrong on another host, where
+# workers have that host's own.
+_OF_ONE_HOST = re.compile(
+    r"""
+    HOME | USER | LOGNAME | MAIL | SHELL | SHLVL | PWD | OLDPWD | _ | BASH_FUNC_.*
+    | HOST | HOSTNAME | HOSTTYPE | MACHTYPE | SSH_.* | KRB5CCNAME | GPG_.*
+    | TMP | TEMP | TMPDIR | XDG_.* | DBUS_.* | SYSTEMD_.* | INVOCATION_ID | JOURNAL_STREAM
+    | DISPLAY | XAUTHORITY | WAYLAND_DISPLAY | WINDOWID | TERM_.* | TMUX.* | STY | WINDOW | COLUMNS | LINES
+    | (CUDA|NVIDIA|HIP|ROCR)_VISIBLE_DEVICES | GPU_DEVICE_ORDINAL
+    | OMPI_.* | MPIR_CVAR_CH3_INTERFACE_HOSTNAME | PMIX?_.* | PRTE_.* | HYDI?_.* | MPI_LOCAL.* | (SLURM|SLURMD)_.*
+    | TORCHELASTIC_.* | ROLE_.* | GROUP_WORLD_SIZE
+    """,
+    re.VERBOSE,
+)
+
+# Variables of one rank of an MPI job. Workers must not inherit them, as they would seem to be ranks of that job.
+_OF_ONE_RANK = re.compile(r"OMPI_COMM_WORLD_.*|PMIX?_.*|MPI_LOCAL.*")
+
+
+@dataclass(frozen=True)
+class WorkerEnvironment:
+    """The environment that all workers get.
+
+    ``elsewhere`` is for hosts other than the launcher's, in addition to their own environment.
+    """
+
+    here: Mapping[str, str]
+    elsewhere: Mapping[str, str]
+
+
+def chosen_environment(environ: Mapping[str, str], exports: Iterable[str], *, inherit: bool) -> WorkerEnvironment:
+    """Returns the part of ``environ`` that workers get, with the variables in ``exports``.
+
+    That part is all of it if they ``inherit`` it, else what they need to start. Each export is ``NAME``, for the value
+    in ``environ``, or ``NAME=VALUE``; a later one replaces an earlier one of the same name.
+    """
+    exported = dict(_read_export(export, environ) for export in exports)
+    here = {
+        name: value
+        for name, value in environ.items()
+        if (inherit and not _OF_ONE_RANK.fullmatch(name)) or name in _NEEDED
+    }
+    elsewhere = {name: value for name, value in here.items() if inherit and not _OF_ONE_HOST.fullmatch(name)}
+    return WorkerEnvironment({**here, **exported}, {**elsewhere, **exported})
+
+
+def _read_export(export: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    # Values may be secret: no message contains one.
+    name, given, value = export.partition("=")
+    if not name:
+        raise UsageError("-x: the name of the variable is missing: write -x NAME=VALUE")
+    if name in OWN_VARIABLES:
+        raise UsageError(f"-x: {name} cannot be set: hvdlite-run sets it for each worker")
+    if not given and name not in environ:
+        raise UsageError(f"-x: {name!r} is not set here: write -x NAME=VALUE to give it a value")
+    return name, value if given else environ[name]

@@ -24,8 +24,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from ..errors import UsageError
+from ..plan.hosts import Slot
 from ..plan.job_spec import JobSpec
-from ..plan.slots import Slot
 from ..protocol.messages import Event, Output, ScreenDone, ScreenFailed, Stream
 from ..workers.failure_message import quotes
 from .display import Display, View, Whose

@@ -32,7 +32,7 @@ from ..protocol.messages import (
     Started,
     Stream,
 )
-from ..system.signals import shell_code, signal_name
+from ..system.process_tree import shell_code, signal_name
 from ..workers.observer import Observer
 from ..workers.roster import Roster
 from .lines import MAX_LINE_BYTES

@@ -17,7 +17,7 @@ from hvdlite_wire.safe_paths import write_all, write_file
 
 from ..errors import UsageError, why_not_written
 from ..protocol.messages import Output, Stream
-from ..system.open_files import allow
+from ..system.process_tree import allow_open_files
 
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 # How many ended workers of an elastic job keep their files open, for processes that they have left running. The output
@@ -70,7 +70,7 @@ class OutputFiles(OutputRecord):
         self._told: set[str] = set()  # why files cannot be written: a full disk is told once, and not for each file
         digits = len(str(max(ranks.values(), default=0)))
         try:
-            allow(len(_STREAMS) * len(ranks))
+            allow_open_files(len(_STREAMS) * len(ranks))
             for number, rank in ranks.items():
                 self._create(number, f"rank.{rank:0{digits}}")
             if first is not None:

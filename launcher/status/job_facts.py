@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from ..protocol.messages import Event, Exited, Lost, PeakMemory, Started
-from ..system.signals import shell_code, signal_name
+from ..system.process_tree import shell_code, signal_name
 from ..workers.ending import Ending
 from ..workers.generation_table import GenerationTable
 from ..workers.observer import Observer

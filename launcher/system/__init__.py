@@ -4,5 +4,5 @@ Most other packages call them, on the launcher's machine and on the workers' hos
 
 Modules import only what stands before them:
 
-    terminal_text < user_files < signals < open_files < process_tree < machine < job_directory < network
+    terminal_text < user_files < process_tree < machine < job_directory < network
 """

@@ -1,19 +1,27 @@
-"""Signals processes together with their descendants, and adopts orphans so that none is missed.
+"""Signals to this process and its descendants, their ends, and how many files they may open.
 
 `host.agent` and `host.remote_parent` end a job's processes with it on each host, and `agents.agent_group` what is left
 of the launcher's own. A process that has called `adopt_orphans` becomes the parent of descendants whose own parent
 ends, so `kill_descendants` finds even a daemon that forked twice.
+
+The launcher and its agents raise their limit of open files where many hosts or workers need that. Programs that they
+start get the limit back that this process began with: some close each number below it, or cannot use one above 1023.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
+import resource
+import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
+
+from ..errors import LauncherError
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -126,3 +134,98 @@ def kill_descendants(*, within_s: float = 10.0) -> bool:
                 process.kill()
         time.sleep(0.005)
     return True
+
+
+@contextlib.contextmanager
+def signals_as_bytes(
+    signums: Collection[signal.Signals], *, even_ignored: Collection[signal.Signals] = ()
+) -> Iterator[int]:
+    """Catches these signals and gives the end of the pipe to read, one byte per signal.
+
+    The pipe is at its end after this context; the caller closes it. A signal that is ignored (under nohup, or in a
+    script's background job) stays ignored, in this process and its children, unless it is in ``even_ignored``.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    caught = [signum for signum in signums if signum in even_ignored or signal.getsignal(signum) != signal.SIG_IGN]
+    before = {signum: signal.signal(signum, lambda *_: None) for signum in caught}
+    previous_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    try:
+        yield read_end
+    finally:
+        signal.set_wakeup_fd(previous_fd)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        os.close(write_end)
+
+
+def shell_code(returncode: int) -> int:
+    """Returns a shell's exit code for ``returncode``: 128 + n for signal n, for which `subprocess` has -n."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def signal_name(signum: int) -> str:
+    """Returns the name of a signal, such as SIGTERM."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+_AT_START = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def allow_open_files(more: int) -> int:
+    """Makes room for so many more open files, and some: raises the soft limit, where they come near it.
+
+    Returns how many files there will be in all, which the hard limit may not allow. Raises no error.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        needed = len(os.listdir("/dev/fd")) + more
+    except OSError:  # as many are open as may be, so that not even this can be opened
+        needed = soft + more
+    if soft != resource.RLIM_INFINITY and soft < 2 * needed:
+        most = 4 * needed if hard == resource.RLIM_INFINITY else min(hard, 4 * needed)
+        with contextlib.suppress(ValueError, OSError):  # the system may have a limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    return needed
+
+
+def require_open_files(more: int, why: str) -> None:
+    """Makes room for so many more open files; raises `LauncherError` with ``why`` if the hard limit is too low."""
+    needed, most = allow_open_files(more), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most != resource.RLIM_INFINITY and needed > most:
+        raise LauncherError(
+            f"{why} need {needed} open files in this process, and the limit is "
+            f"{most}: raise it as root with ulimit -n, or with a line such as '* hard nofile 65536' in "
+            "/etc/security/limits.conf and a new login"
+        )
+
+
+def as_before(argv: Sequence[str]) -> list[str]:
+    """Returns the command that runs ``argv`` under the limit that this process was started with.
+
+    Raises FileNotFoundError if there is no such program.
+    """
+    if resource.getrlimit(resource.RLIMIT_NOFILE) == _AT_START:
+        return list(argv)
+    if shutil.which(argv[0]) is None:  # sh would say so in words of its own
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), argv[0])
+    soft = "unlimited" if _AT_START[0] == resource.RLIM_INFINITY else _AT_START[0]
+    # A function to be called in the child is not safe, since the launcher has threads.
+    return ["/bin/sh", "-c", f'ulimit -S -n {soft} && exec "$@"', "sh", *argv]
+
+
+def setting_back(set_up: Callable[[], None] | None = None) -> Callable[[], None]:
+    """Returns a function for a new child to call first, which restores that limit; then it calls ``set_up``.
+
+    For a ``preexec_fn``, which is safe in a process without threads, such as the agent.
+    """
+
+    def restore() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, _AT_START)
+        if set_up is not None:
+            set_up()
+
+    return restore

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
-from ..system.signals import signal_name
+from ..system.process_tree import signal_name
 from .failure_message import JobOutcome
 from .roster import Roster
 

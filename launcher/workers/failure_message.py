@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ..protocol.messages import ScreenFailed
-from ..system.signals import signal_name
+from ..system.process_tree import signal_name
 
 _TAIL_LINES = 50
 _STDOUT_LINES = 5

@@ -12,9 +12,9 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
-from ..plan.slots import Slot
+from ..plan.hosts import Slot
 from ..protocol.messages import Alive, Exited, HostEvent, InitDone, InitFailed, InitStarted, Lost, Refused
-from ..system.signals import shell_code
+from ..system.process_tree import shell_code
 from .ending import Ending
 from .failure_message import JobOutcome, failure_message, name_ranks
 

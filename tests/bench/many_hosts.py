@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 from hvdlite_launcher.protocol.channel import MARK, encode
 from hvdlite_launcher.protocol.messages import Beat, Exited, Hello, Message, Started
-from hvdlite_launcher.system.open_files import allow, as_before
+from hvdlite_launcher.system.process_tree import allow_open_files, as_before
 from hvdlite_launcher.version import VERSION
 
 _HEADER = struct.Struct(">BII")  # of a frame: its kind, a number, and the length of what follows
@@ -116,7 +116,7 @@ def label(number: int) -> str:
 
 def cost(hosts: int, idle_s: float = _IDLE_S) -> Cost:
     """Runs a job on so many hosts, and returns what it cost the launcher."""
-    allow(2 * hosts)
+    allow_open_files(2 * hosts)
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         selector = stack.enter_context(selectors.DefaultSelector())

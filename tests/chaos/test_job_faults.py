@@ -7,7 +7,7 @@ import signal
 import pytest
 from elastic_script import TIME_PASSES, Played, begins
 from hvdlite_launcher.elastic.job_faults import asked_fault
-from hvdlite_launcher.plan.elastic_spec import ON_FAILURE
+from hvdlite_launcher.plan.job_spec import ON_FAILURE
 from hvdlite_launcher.protocol.messages import Exited, FaultAsked, InitDone, InitStarted, Lost
 from hvdlite_wire.job_contract import ask_key
 from hvdlite_wire.store_requests import NewWorkerPolicy

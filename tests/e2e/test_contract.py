@@ -6,10 +6,14 @@ import sys
 import pytest
 from hvdlite_launcher.cli import horovodrun_flags
 from hvdlite_launcher.cli.flag_parser import HELP, Parser
-from hvdlite_launcher.plan.exported_variables import chosen_environment
-from hvdlite_launcher.plan.hosts import Host
-from hvdlite_launcher.plan.slots import plan_slots
-from hvdlite_launcher.plan.worker_environment import OWN_VARIABLES, HostEnvironment, slot_environment, variables_set
+from hvdlite_launcher.plan.hosts import Host, plan_slots
+from hvdlite_launcher.plan.worker_environment import (
+    OWN_VARIABLES,
+    HostEnvironment,
+    chosen_environment,
+    slot_environment,
+    variables_set,
+)
 
 from hvdlite.environment import (
     DEFAULT_STALL_WARNING_S,

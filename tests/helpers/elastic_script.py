@@ -11,7 +11,7 @@ from hvdlite_launcher.elastic.job_faults import JobFaults
 from hvdlite_launcher.elastic.membership import Membership
 from hvdlite_launcher.job.supervisor import Supervisor
 from hvdlite_launcher.plan.chaos_spec import parse_chaos
-from hvdlite_launcher.plan.elastic_spec import Policy
+from hvdlite_launcher.plan.job_spec import Policy
 from hvdlite_launcher.protocol.messages import Answered, Hello, HostsFound, InitDone, InitStarted
 from hvdlite_launcher.status.reports import Reports
 from hvdlite_launcher.store.server import Store

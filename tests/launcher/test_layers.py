@@ -112,7 +112,7 @@ def test_a_plain_job_pays_for_neither_yaml_nor_pickling():
 def test_an_agent_pays_for_nothing_that_only_the_launcher_needs():
     program = (
         "import sys, hvdlite_launcher.host.remote_parent; "
-        "needless = {'psutil', *(f'hvdlite_launcher.plan.{name}' for name in ('slots', 'hosts', 'ssh'))}; "
+        "needless = {'psutil', *(f'hvdlite_launcher.plan.{name}' for name in ('hosts', 'ssh'))}; "
         "assert not needless & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=200)

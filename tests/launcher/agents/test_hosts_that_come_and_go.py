@@ -10,10 +10,9 @@ from queue import SimpleQueue
 import pytest
 from held import grown, held_by
 from hvdlite_launcher.agents.agent_group import Agents
-from hvdlite_launcher.plan.elastic_spec import ElasticSpec, Policy
-from hvdlite_launcher.plan.exported_variables import WorkerEnvironment
 from hvdlite_launcher.plan.hosts import Host
-from hvdlite_launcher.plan.job_spec import JobSpec
+from hvdlite_launcher.plan.job_spec import ElasticSpec, JobSpec, Policy
+from hvdlite_launcher.plan.worker_environment import WorkerEnvironment
 from hvdlite_launcher.protocol.messages import Answered, Started
 from hvdlite_launcher.store.server import Store
 from reachable import reachable

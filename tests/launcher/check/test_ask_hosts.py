@@ -4,7 +4,7 @@ import signal
 
 import pytest
 from hvdlite_launcher.agents.wait_for_agents import SignalledError
-from hvdlite_launcher.check.ask_hosts import Question, Reply, ReplyCollector
+from hvdlite_launcher.check.run_check import Question, Reply, ReplyCollector
 from hvdlite_launcher.errors import LauncherError
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.protocol.messages import (

@@ -5,9 +5,8 @@ import re
 from dataclasses import asdict
 
 import pytest
-from hvdlite_launcher.check.ask_hosts import Reply
 from hvdlite_launcher.check.host_facts import Facts
-from hvdlite_launcher.check.run_check import round_trips_in
+from hvdlite_launcher.check.run_check import Reply, round_trips_in
 from hvdlite_launcher.cli import hvdlite_run
 
 

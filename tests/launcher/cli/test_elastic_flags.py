@@ -5,7 +5,7 @@ from hvdlite_launcher.cli import hvdlite_run
 from hvdlite_launcher.cli.config_file import config_words
 from hvdlite_launcher.cli.flag_parser import Parser
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.plan.elastic_spec import ON_FAILURE, DiscoveryScript, ElasticSpec, Policy, RestartSpec
+from hvdlite_launcher.plan.job_spec import ON_FAILURE, DiscoveryScript, ElasticSpec, Policy, RestartSpec
 
 
 @pytest.fixture(autouse=True)

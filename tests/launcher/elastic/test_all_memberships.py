@@ -20,7 +20,7 @@ from hvdlite_launcher.elastic.membership import (
     Say,
     StartWorker,
 )
-from hvdlite_launcher.plan.elastic_spec import ON_FAILURE, Policy
+from hvdlite_launcher.plan.job_spec import ON_FAILURE, Policy
 from long_run import IS_LONG
 
 # Of the one with no slots only a wrong name is listed; of the last, nothing.

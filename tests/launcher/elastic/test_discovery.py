@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 from hvdlite_launcher.elastic import discovery
 from hvdlite_launcher.elastic.discovery import Discovery, ScriptError, parse_discovered, run_script
-from hvdlite_launcher.plan.elastic_spec import DiscoveryScript
+from hvdlite_launcher.plan.job_spec import DiscoveryScript
 from hvdlite_launcher.protocol.messages import DiscoveryFailed, HostsFound
-from hvdlite_launcher.system import open_files
+from hvdlite_launcher.system import process_tree
 
 LIMIT_S = 60
 
@@ -74,7 +74,7 @@ def test_a_script_runs_where_the_user_was_and_a_process_that_it_leaves_is_ended(
 
 def test_a_script_has_the_limit_of_open_files_that_the_launcher_was_started_with(tmp_path, monkeypatch):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    monkeypatch.setattr(open_files, "_AT_START", (123, hard))
+    monkeypatch.setattr(process_tree, "_AT_START", (123, hard))
     assert run("ulimit -S -n", tmp_path) == b"123\n"
 
 
@@ -129,7 +129,7 @@ def test_a_process_that_adopts_orphans_keeps_none_of_a_scripts_as_a_zombie(tmp_p
     program = """
 import os, sys
 from hvdlite_launcher.elastic.discovery import run_script
-from hvdlite_launcher.plan.elastic_spec import DiscoveryScript
+from hvdlite_launcher.plan.job_spec import DiscoveryScript
 from hvdlite_launcher.system import process_tree
 process_tree.adopt_orphans()
 for _ in range(3):

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from elastic_script import START_TIMEOUT_S, TIME_PASSES, Played, answers, asks, begins
-from hvdlite_launcher.plan.elastic_spec import ON_FAILURE
+from hvdlite_launcher.plan.job_spec import ON_FAILURE
 from hvdlite_launcher.protocol.messages import (
     Alive,
     DiscoveryFailed,

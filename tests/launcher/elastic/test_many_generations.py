@@ -11,7 +11,7 @@ from elastic_script import Unseen
 from hvdlite_launcher.elastic.elastic_hosts import ElasticHosts
 from hvdlite_launcher.elastic.elastic_job import ElasticJob
 from hvdlite_launcher.elastic.membership import Membership
-from hvdlite_launcher.plan.elastic_spec import ON_FAILURE, Policy
+from hvdlite_launcher.plan.job_spec import ON_FAILURE, Policy
 from hvdlite_launcher.protocol.messages import Answered, Exited, Hello, HostsFound, InitDone, InitStarted
 from hvdlite_launcher.store.relay import Cache
 from hvdlite_launcher.store.server import Store

@@ -17,7 +17,7 @@ from hvdlite_launcher.elastic.membership import (
     Say,
     StartWorker,
 )
-from hvdlite_launcher.plan.elastic_spec import ON_FAILURE, Policy
+from hvdlite_launcher.plan.job_spec import ON_FAILURE, Policy
 from hvdlite_wire.store_requests import NewWorkerPolicy
 from hypothesis import given
 from hypothesis import strategies as st

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 from hvdlite_launcher.agents.wait_for_agents import UnreachableError
 from hvdlite_launcher.job import attempts
-from hvdlite_launcher.plan.elastic_spec import RestartSpec
-from hvdlite_launcher.plan.exported_variables import WorkerEnvironment
 from hvdlite_launcher.plan.hosts import Host
-from hvdlite_launcher.plan.job_spec import JobSpec
+from hvdlite_launcher.plan.job_spec import JobSpec, RestartSpec
+from hvdlite_launcher.plan.worker_environment import WorkerEnvironment
 from hvdlite_launcher.store.server import Store
 from hvdlite_launcher.workers.failure_message import JobOutcome
 

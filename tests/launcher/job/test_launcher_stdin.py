@@ -4,7 +4,7 @@ import os
 from queue import SimpleQueue
 
 import pytest
-from hvdlite_launcher.job.launcher_stdin import Stdin
+from hvdlite_launcher.job.supervisor import Stdin
 from hvdlite_launcher.protocol.messages import InputRead
 
 

@@ -7,8 +7,7 @@ from queue import Empty
 
 import pytest
 from hvdlite_launcher.job.supervisor import Supervisor
-from hvdlite_launcher.plan.hosts import Host
-from hvdlite_launcher.plan.slots import plan_slots
+from hvdlite_launcher.plan.hosts import Host, plan_slots
 from hvdlite_launcher.protocol.messages import (
     Event,
     Exited,

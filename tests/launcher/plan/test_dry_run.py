@@ -5,10 +5,9 @@ import shlex
 
 from hvdlite_launcher.cli import hvdlite_run
 from hvdlite_launcher.plan.dry_run import dry_run
-from hvdlite_launcher.plan.exported_variables import WorkerEnvironment
-from hvdlite_launcher.plan.hosts import Host
+from hvdlite_launcher.plan.hosts import Host, plan_slots
 from hvdlite_launcher.plan.job_spec import JobSpec
-from hvdlite_launcher.plan.slots import plan_slots
+from hvdlite_launcher.plan.worker_environment import WorkerEnvironment
 
 # Plans of one host and of several, of which only a host knows some values; of elastic jobs, and what follows a failure.
 PLANS = """\

@@ -2,7 +2,7 @@
 
 import pytest
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.plan.exported_variables import chosen_environment
+from hvdlite_launcher.plan.worker_environment import chosen_environment
 
 HERE = {"PATH": "/bin", "HOME": "/root", "LD_LIBRARY_PATH": "/lib", "PYTHONHOME": "/py", "API_KEY": "s3cret", "E": ""}
 NEEDED = {"PATH": "/bin", "HOME": "/root", "LD_LIBRARY_PATH": "/lib", "PYTHONHOME": "/py"}

@@ -4,8 +4,7 @@ import sys
 
 import pytest
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.plan.hosts import Host
-from hvdlite_launcher.plan.slots import plan_slots
+from hvdlite_launcher.plan.hosts import Host, plan_slots
 from hvdlite_launcher.plan.worker_environment import (
     OWN_VARIABLES,
     HostEnvironment,

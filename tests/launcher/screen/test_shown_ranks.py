@@ -9,8 +9,8 @@ from queue import SimpleQueue
 import pytest
 from hvdlite_launcher.cli.hvdlite_run import job_of, main, read_flags
 from hvdlite_launcher.errors import UsageError
+from hvdlite_launcher.plan.hosts import plan_slots
 from hvdlite_launcher.plan.job_spec import JobSpec
-from hvdlite_launcher.plan.slots import plan_slots
 from hvdlite_launcher.protocol.messages import Output, ScreenDone
 from hvdlite_launcher.screen.job_screen import shown_by_rank, shown_by_slots
 from hvdlite_launcher.screen.output_files import OutputFiles

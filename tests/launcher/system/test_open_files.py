@@ -6,14 +6,14 @@ import resource
 import subprocess
 import sys
 
-from hvdlite_launcher.system import open_files
+from hvdlite_launcher.system import process_tree
 
 # Runs what follows in a process that was started with these limits.
 UNDER = """
 import os, resource, subprocess, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 from hvdlite_launcher.errors import LauncherError
-from hvdlite_launcher.system import open_files
+from hvdlite_launcher.system import process_tree
 
 def limit():
     return resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -37,18 +37,18 @@ def printed(program: str, soft: int, hard: int) -> list[str]:
 
 
 def test_nothing_changes_where_the_limit_is_far():
-    program = "open_files.allow(40); print(limit()); print(open_files.as_before(HOW) == HOW)"
+    program = "process_tree.allow_open_files(40); print(limit()); print(process_tree.as_before(HOW) == HOW)"
     assert printed(program, 256, 512) == ["(256, 512)", "True"]
 
 
 def test_the_soft_limit_is_raised_up_to_the_hard_one_and_children_get_the_old_one():
     program = """
-open_files.allow(300)
+process_tree.allow_open_files(300)
 print(limit())
 kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(300)]
-print(seen_by(open_files.as_before(HOW)))
-print(seen_by(HOW, preexec_fn=open_files.setting_back()))
-print(seen_by(HOW, preexec_fn=open_files.setting_back(lambda: os.write(1, b"and "))))
+print(seen_by(process_tree.as_before(HOW)))
+print(seen_by(HOW, preexec_fn=process_tree.setting_back()))
+print(seen_by(HOW, preexec_fn=process_tree.setting_back(lambda: os.write(1, b"and "))))
 print(limit())
 """
     child = "['256', '512', '1', 'two', 'words']"
@@ -58,10 +58,10 @@ print(limit())
 def test_too_low_a_hard_limit_is_told_with_the_way_out():
     program = """
 try:
-    open_files.require(3000, "connections to 1000 hosts")
+    process_tree.require_open_files(3000, "connections to 1000 hosts")
 except LauncherError as error:
     print(error)
-open_files.require(400, "connections to 100 hosts")
+process_tree.require_open_files(400, "connections to 100 hosts")
 """
     (said,) = printed(program, 256, 512)
     assert said.startswith("connections to 1000 hosts need 30")
@@ -74,13 +74,14 @@ TAKEN = "kept = []\ntry:\n    while True: kept.append(os.dup(0))\nexcept OSError
 
 
 def test_a_limit_that_is_reached_is_raised_without_an_error():
-    assert printed(TAKEN + "open_files.allow(4); kept.append(os.dup(0)); print(limit())", 64, 256) == ["(256, 256)"]
-    assert printed(TAKEN + "open_files.allow(4); kept.clear() or print(limit())", 64, 64) == ["(64, 64)"]
+    allowed = TAKEN + "process_tree.allow_open_files(4); "
+    assert printed(allowed + "kept.append(os.dup(0)); print(limit())", 64, 256) == ["(256, 256)"]
+    assert printed(allowed + "kept.clear() or print(limit())", 64, 64) == ["(64, 64)"]
 
 
 def test_a_hard_limit_that_is_reached_is_told():
-    tried = "try:\n    open_files.require(4, 'four')\nexcept LauncherError as error: kept.clear() or print(error)"
-    (said,) = printed(TAKEN + tried, 64, 64)
+    tried = "try:\n    process_tree.require_open_files(4, 'four')\nexcept LauncherError as error: "
+    (said,) = printed(TAKEN + tried + "kept.clear() or print(error)", 64, 64)
     assert said.startswith("four need 68 open files in this process, and the limit is 64: raise it")
 
 
@@ -88,18 +89,18 @@ def test_no_limit_is_none(monkeypatch):
     now, unlimited = [(256, resource.RLIM_INFINITY)], resource.RLIM_INFINITY
     monkeypatch.setattr(resource, "getrlimit", lambda _: now[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: now.append(limits))
-    needed = open_files.allow(1000)
+    needed = process_tree.allow_open_files(1000)
     assert now[1:] == [(4 * needed, unlimited)]
     now.append((unlimited, unlimited))
-    open_files.require(10**6, "a million")
+    process_tree.require_open_files(10**6, "a million")
     assert now[2:] == [(unlimited, unlimited)]
 
 
 def test_a_program_that_is_missing_is_an_error_of_the_system_also_under_the_old_limit():
     program = """
-open_files.allow(300)
+process_tree.allow_open_files(300)
 try:
-    open_files.as_before(["no-such-ssh", "x"])
+    process_tree.as_before(["no-such-ssh", "x"])
 except OSError as error:
     print(error)
 """

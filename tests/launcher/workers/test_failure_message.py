@@ -1,6 +1,6 @@
 """The message about the worker that failed first."""
 
-from hvdlite_launcher.system.signals import shell_code
+from hvdlite_launcher.system.process_tree import shell_code
 from hvdlite_launcher.workers.failure_message import Failure, Tail, failure_message
 
 
