@@ -23,7 +23,7 @@ from .errors import (
 )
 from .log_to import JobLog as JobLog, log_to as log_to
 from .optim.checkpoint import load_checkpoint as load_checkpoint, save_checkpoint as save_checkpoint
-from .runtime.straggler_functions import RankPace as RankPace, stragglers as stragglers
+from .runtime.functions import RankPace as RankPace, stragglers as stragglers
 from .runtime.world import init as init, is_homogeneous as is_homogeneous
 from .shared_names import *
 from .signal_saver import save_on_signal as save_on_signal

@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 
 from .ops.broadcast import broadcast_object
 from .outside_graphs import keep_outside_graphs
-from .runtime.straggler_functions import stragglers
+from .runtime.functions import stragglers
 from .runtime.world import rank, size
 from .values import shown, whole_number
 

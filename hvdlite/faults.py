@@ -4,7 +4,7 @@
     point("vote") ── no faults: returns ── a fault is due here: ask hvdlite-run ── yes: the fault
 
 Modules that take part in a step call `point`, which costs one look at a variable without faults.
-`runtime.elastic_world` calls `arm` in the first `hvd.init` of a worker with faults. docs/chaos.md lists the kinds and
+`runtime.bootstrap` calls `arm` in the first `hvd.init` of a worker with faults. docs/chaos.md lists the kinds and
 the points.
 """
 

@@ -18,7 +18,7 @@ import psutil
 from .errors import NotInitializedError
 from .log import log
 from .outside_graphs import keep_outside_graphs
-from .runtime.straggler_functions import stragglers
+from .runtime.functions import stragglers
 from .runtime.world import current_world, is_initialized, own_status, rank, size
 from .values import real_number, shown
 

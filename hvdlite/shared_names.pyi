@@ -46,7 +46,7 @@ from .ops.broadcast import (
 from .ops.join import join as join
 from .optim.optimizer import DistributedOptimizer as DistributedOptimizer
 from .optim.optimizer_state import broadcast_optimizer_state as broadcast_optimizer_state
-from .runtime.built import (
+from .runtime.functions import (
     ccl_built as ccl_built,
     cuda_built as cuda_built,
     ddl_built as ddl_built,
@@ -58,13 +58,13 @@ from .runtime.built import (
     nccl_built as nccl_built,
     rocm_built as rocm_built,
 )
-from .runtime.process_set_functions import (
+from .runtime.functions import (
     ProcessSet as ProcessSet,
     add_process_set as add_process_set,
     global_process_set as global_process_set,
     remove_process_set as remove_process_set,
 )
-from .runtime.timeline_functions import start_timeline as start_timeline, stop_timeline as stop_timeline
+from .runtime.functions import start_timeline as start_timeline, stop_timeline as stop_timeline
 from .runtime.world import (
     cross_rank as cross_rank,
     cross_size as cross_size,

@@ -8,6 +8,5 @@ Every rank uses this package, in `control`; rank 0 also in `coordinator`. The pa
 
 Modules import only what stands before them:
 
-    generation < handle < operation < controller < mismatch < handshake < thread_labels
-        < call_sites < messages < mailbox
+    generation < handle < operation < mismatch < call_sites < messages < mailbox
 """

@@ -1,19 +1,24 @@
 """
-`Mailbox`: one end of the connection over which a rank and rank 0 send each other short messages.
+`Mailbox`: one end of the connection over which a rank and rank 0 send each other short messages; and its handshake.
 
+    rank ──  magic, rank, the rank's nonce           ──► rank 0
+         ◄──  rank 0's nonce, signature for "rank 0"  ──
+         ──  signature for "rank"                    ──►
     send (any thread) ── Sealer ── into the socket ── what does not fit is buffered ── flush, when the socket has room
     receive ── Opener ── messages, or a FrameError                   a frame: length, tag, JSON
 
-`control.rank0_connection` and the `coordinator` each have an end. Nothing here waits for the other end, even if it
-stops reading: its process may be frozen, or something may hold its interpreter. `messages` lists the messages. A
-frame's tag is computed with the connection's own key (see `handshake`) from the direction, the number of earlier frames
-and the JSON. So a frame that is forged, changed, dropped, replayed or sent back to its sender is rejected.
+Nothing here waits for the other end, even if it stops reading. Each step of the handshake has a fixed size. A signature
+is an HMAC with the job's key over the role in quotes, the rank and both nonces. So one that was overheard, taken from
+another connection, or sent by rank 0 itself is not valid. Then both ends derive the connection's key, with which a
+frame's tag is computed from the direction, the number of earlier frames and the JSON. So a frame that is forged,
+changed, dropped, replayed or sent back to its sender is rejected.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
+import secrets
 import socket
 import struct
 import threading
@@ -24,8 +29,56 @@ from typing import Generic, TypeVar
 from hvdlite_wire.codec import Family
 
 from .. import forks
-from ..signing import Signer
+from ..signing import TAG_BYTES, Signer
 from .messages import FROM_RANK_0, TO_RANK_0, FromRank0, ToRank0
+
+_NONCE_BYTES = 16
+_MAGIC = b"hvdlite\x02"
+_HELLO = struct.Struct(f">{len(_MAGIC)}sI{_NONCE_BYTES}s")
+_CHALLENGE = struct.Struct(f">{_NONCE_BYTES}s{TAG_BYTES}s")
+
+HELLO_BYTES = _HELLO.size
+CHALLENGE_BYTES = _CHALLENGE.size
+PROOF_BYTES = TAG_BYTES
+
+
+class HandshakeClient:
+    """The rank's side of one connection."""
+
+    def __init__(self, signer: Signer, rank: int) -> None:
+        self._signer = signer
+        self._rank = rank
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.hello = _HELLO.pack(_MAGIC, rank, self._nonce)
+
+    def prove(self, challenge: bytes) -> tuple[bytes, Signer] | None:
+        """Returns the proof to send and the session's signer; None if the other end does not know the key."""
+        nonce, tag = _CHALLENGE.unpack(challenge)
+        said = (self._rank, self._nonce, nonce)
+        if not self._signer.is_signed(tag, "control", "rank 0", *said):
+            return None
+        return self._signer.sign("control", "rank", *said), self._signer.derive("control", *said)
+
+
+class HandshakeServer:
+    """Rank 0's side of one connection."""
+
+    def __init__(self, signer: Signer, hello: bytes) -> None:
+        """Raises a ValueError if ``hello`` is not a rank's hello."""
+        magic, self.rank, its_nonce = _HELLO.unpack(hello)
+        if magic != _MAGIC:
+            raise ValueError("it does not use hvdlite's protocol")
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._signer = signer
+        self._said = (self.rank, its_nonce, nonce)
+        self.challenge = _CHALLENGE.pack(nonce, signer.sign("control", "rank 0", *self._said))
+
+    def session(self, proof: bytes) -> Signer:
+        """Returns the session's signer. Raises a ValueError if the other end does not know the key."""
+        if not self._signer.is_signed(proof, "control", "rank", *self._said):
+            raise ValueError(f"it claims to be rank {self.rank} and does not know the job's key")
+        return self._signer.derive("control", *self._said)
+
 
 MAX_BYTES = 256 << 20
 """Most bytes of one message's JSON. Longer messages are refused by the sender and by the receiver."""

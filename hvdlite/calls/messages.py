@@ -18,7 +18,6 @@ from hvdlite_wire.codec import Family
 
 from ..comm.step_clock import Phase, RankPace, Reading
 from .call_sites import LONGEST
-from .thread_labels import CallingThread
 
 _MOST_BLOCKED = 64
 
@@ -64,6 +63,39 @@ class Here(ToRank0):
     """The first message of a rank."""
 
     pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallingThread:
+    """A thread that calls an operation without a name.
+
+    ``has_rivals``: two threads that were alive at the same time have called such operations. ``has_twins``: another
+    thread with the same label has called them, or may have; then full names are compared, not labels.
+    ``others``: the labels of the other living threads at this thread's first call.
+    """
+
+    label: str
+    name: str
+    has_rivals: bool = False
+    has_twins: bool = False
+    others: tuple[str, ...] = ()
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether this rank may have meant the operation of another thread."""
+        return self.has_rivals or self.has_twins or bool(self.others)
+
+    def may_be(self, other: CallingThread) -> bool:
+        """Whether it may have the same role as the other rank's thread."""
+        if self.name == other.name:
+            return True
+        has_twins = self.has_twins or other.has_twins
+        if self.label == other.label and not has_twins:
+            return True
+        # The labels differ. They still match if neither rank has another thread that could be meant.
+        return not (
+            has_twins or self.has_rivals or other.has_rivals or other.label in self.others or self.label in other.others
+        )
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ Gloo's listener accepts any peer that connects first and sends a number that is 
 3. Each rank sends each other rank a signature with the job's key, which a stranger cannot make.
 
 Gloo connects to all ranks before it returns a process group. It waits until its timeout for one that has ended after
-it told the others its address, or whose host cannot be reached. `Connecting` ends that wait. `runtime.elastic_world`
+it told the others its address, or whose host cannot be reached. `Connecting` ends that wait. `runtime.bootstrap`
 makes one for each attempt of an elastic job, given up once the generation is revoked, and one for the groups that are
 opened later in the world. Where another host refuses connections, gloo fails at once on the rank that connects:
 `hvdlite_wire.codec.Refusals` tell hvdlite-run so.

@@ -6,7 +6,7 @@
 
 An all-reduce makes all ranks' steps equally long. What differs is how long each rank computes before it begins to wait,
 so waits are added up separately. `optim` reports the phases, `work` and `calls.handle` the waits. Every few steps the
-clock makes a `Reading`, which `control.pace_reports` sends to rank 0.
+clock makes a `Reading`, which `control.reports` sends to rank 0.
 
 On a CPU the times are the program's. On a GPU, which the program runs ahead of, they are the times at which the GPU
 reaches these points of its stream, read a few steps later, so that nothing waits for it.

@@ -5,7 +5,7 @@ This rank's part in joins: its own `hvd.join()`, and the optimizers that it keep
     pin (another rank has joined) ── "pinned", with the living optimizers ── unpin
 
 `control_client` calls it. Living optimizers are those that are neither closed nor garbage-collected; pinned ones are
-kept. Rank 0 finds the steps to sit out (see `coordinator.joined_steps`).
+kept. Rank 0 finds the steps to sit out (see `coordinator.scene`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..calls.controller import SitOut, StandIn
 from ..calls.generation import ReducerRegistry, SitsOut
 from ..calls.handle import Handle
 from ..calls.messages import GoAsStandIn, LivingOptimizers
-from ..calls.operation import Execution, kind_named
+from ..calls.operation import Execution, SitOut, StandIn, kind_named
 from ..comm.group import Group
 from .executor import Executor, Request
 

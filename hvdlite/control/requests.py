@@ -20,14 +20,13 @@ from functools import partial
 from typing import Any
 
 from ..calls.handle import Handle
-from ..calls.messages import CloseRound, MissingRanks, OperationRequest, ToRank0
+from ..calls.messages import CallingThread, CloseRound, MissingRanks, OperationRequest, ToRank0
 from ..calls.operation import DirectCall, Operation
-from ..calls.thread_labels import CallingThread, ThreadLabels
 from ..comm.group import Group
 from ..comm.recorder import OPERATIONS
 from ..errors import CommunicationError, describe_interrupt, list_names
 from ..shm.board import Board, VoteData
-from .callers import Callers
+from .callers import Callers, ThreadLabels
 from .executor import Executor, Name, Request
 from .joins import Joins
 from .rank0_connection import Rank0Connection

@@ -15,11 +15,10 @@ from functools import partial
 from typing import Any
 
 from .. import forks
-from ..calls.controller import Controller, SitOut, StandIn
 from ..calls.generation import OneThread
 from ..calls.handle import Handle
 from ..calls.mismatch import words_of_difference
-from ..calls.operation import OPTIMIZER, DirectCall, Execution, Operation
+from ..calls.operation import OPTIMIZER, Controller, DirectCall, Execution, Operation, SitOut, StandIn
 from ..comm.group import Group
 from ..comm.recorder import OPERATIONS, Recorder
 from ..comm.step_clock import RankPace

@@ -3,10 +3,10 @@ What rank 0 runs beside its part as a rank: one thread that receives all ranks' 
 
     ranks ── Acceptor (once) ── Coordinator ── Negotiation ── outbox ── all ranks
 
-Rank 0 answers a call with a go once all ranks have made it, or with the reason why it is refused. `control.connect`
+Rank 0 answers a call with a go once all ranks have made it, or with the reason why it is refused. `control`
 makes the coordinator.
 
 Modules import only what stands before them:
 
-    scene < deadlocks < joined_steps < stall < endings < negotiation < stragglers < acceptor < coordinator
+    scene < deadlocks < stall < negotiation < stragglers < acceptor < coordinator
 """

@@ -5,7 +5,7 @@ Accepts ranks' connections at rank 0: the listening socket, and connections that
                  └─ anything else, or nothing within 5 s: closed, with a line in the log
 
 `coordinator` makes it, and serves it with its one selector. Nothing here blocks, so a connection that is silent, slow
-or foreign does not delay the ranks. The steps of the handshake are in `handshake`.
+or foreign does not delay the ranks. The steps of the handshake are in `calls.mailbox`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..calls.handshake import HELLO_BYTES, PROOF_BYTES, HandshakeServer
+from ..calls.mailbox import HELLO_BYTES, PROOF_BYTES, HandshakeServer
 from ..log import log
 from ..signing import Signer
 

@@ -3,7 +3,7 @@ Rank 0's end of the connections to all ranks: passes their messages to the negot
 
     rank ── OperationRequest, HasJoined, Busy, … ──► Coordinator ── Go, No, AllJoined, RankLeft, … ──► rank
 
-`control.connect` makes it on rank 0. The rules are in `negotiation`. It also decides rounds of votes (see
+`control.control_client` makes it on rank 0. The rules are in `negotiation`. It also decides rounds of votes (see
 `control.voting`). `calls.messages` has all messages. The connection authenticates the sender; what it says is checked
 nevertheless, so that a rank with another version or with broken memory loses only its own connection.
 """

@@ -36,9 +36,7 @@ from ..calls.mismatch import CAUSES, first_difference, name_ranks, words_of_call
 from ..calls.operation import CONNECTING, kind_named
 from ..errors import LOOK_THERE, MOST_NAMED, UNKNOWN_END, describe_end
 from .deadlocks import Deadlocks
-from .endings import Endings
-from .joined_steps import JoinedSteps
-from .scene import BlockedThread, Id, Joined, PairingQueue, Pending, Refusal, Scene
+from .scene import BlockedThread, Endings, Id, Joined, JoinedSteps, PairingQueue, Pending, Refusal, Scene
 from .stall import StallRules, StallWatch
 
 # Delay between a difference and its error, so that the error can say what all ranks did; and between the first sign of

@@ -7,13 +7,12 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..calls.messages import OperationRequest
+from ..calls.messages import CallingThread, LivingOptimizers, OperationRequest, Pin, Pinned, SitOutSteps, Unpin
 from ..calls.operation import Kind, kind_named
-from ..calls.thread_labels import CallingThread
 
 Id = int
 """Number of a pending operation on rank 0; never reused."""
@@ -186,3 +185,116 @@ class Scene:
         while self.over_count[rank] < count and under_way:
             under_way.popleft()
             self.over_count[rank] += 1
+
+
+# For how long the end of a rank that had sent "lost" is held back, so that the first rank to end can be found.
+HELD_S = 2.0
+
+End = tuple[int, bool]  # the rank, and whether it left in an orderly way
+
+
+class Endings:
+    """Holds the ends of ranks, and decides in which order they are reported."""
+
+    def __init__(self) -> None:
+        self._lost_another: set[int] = set()
+        self._held: dict[int, tuple[bool, float]] = {}
+        self._first_is_told = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no end is held back, so that time alone changes nothing."""
+        return not self._held
+
+    def lost(self, rank: int) -> None:
+        self._lost_another.add(rank)
+
+    def ended(self, rank: int, ended_normally: bool, now_s: float) -> list[End]:
+        """Notes that ``rank`` has ended; returns the ends to report now.
+
+        ``ended_normally`` is False if it crashed.
+        """
+        if rank in self._lost_another and not self._first_is_told:
+            self._held.setdefault(rank, (ended_normally, now_s))
+            return []
+        self._first_is_told = True
+        return [(rank, ended_normally), *self._release(now_s, 0.0)]
+
+    def due(self, now_s: float) -> list[End]:
+        """Returns the ends that have been held back long enough."""
+        return self._release(now_s, HELD_S)
+
+    def _release(self, now_s: float, least_s: float) -> list[End]:
+        released = [rank for rank, (_, since_s) in self._held.items() if now_s - since_s >= least_s]
+        self._first_is_told |= bool(released)
+        return [(rank, self._held.pop(rank)[0]) for rank in released]
+
+
+@dataclass(slots=True)
+class _Sitting:
+    """A process set of which a rank has joined."""
+
+    members: frozenset[int]
+    joined: list[int] = field(default_factory=list)
+    living: dict[int, frozenset[int]] = field(default_factory=dict)  # by rank, the optimizers' numbers
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all members have reported their living optimizers."""
+        return self.living.keys() >= self.members
+
+    @property
+    def common(self) -> list[int]:
+        return sorted(frozenset.intersection(*self.living.values()))
+
+
+class JoinedSteps:
+    """Finds, for the current join, the optimizers whose steps joined ranks take part in."""
+
+    def __init__(self, send: Callable[[int, Pin | Unpin | SitOutSteps], None]) -> None:
+        self._send = send
+        # The number of the join, so that a late answer is not taken for one of the next join.
+        self._join = 0
+        self._by_set: dict[int, _Sitting] = {}
+        self._asked: set[int] = set()
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there are steps that joined ranks take part in."""
+        return any(sitting.is_known and sitting.common for sitting in self._by_set.values())
+
+    def joined(self, rank: int, living: Iterable[LivingOptimizers]) -> None:
+        """Notes that ``rank`` has joined; ``living`` are its living optimizers, each with all members of the set."""
+        for each in living:
+            set_id, sitting = each.set_id, self._by_set.get(each.set_id)
+            if sitting is None:
+                sitting = self._by_set[set_id] = _Sitting(frozenset(each.members))
+                for other in sorted(sitting.members - {rank}):
+                    self._asked.add(other)
+                    self._send(other, Pin(self._join, set_id))
+            sitting.joined.append(rank)
+            if sitting.is_known:
+                self._send(rank, SitOutSteps(set_id, sitting.common))
+            else:
+                self._hear(sitting, set_id, rank, each.numbers)
+
+    def pinned(self, rank: int, answer: Pinned) -> None:
+        """Notes the answer of ``rank`` to `Pin`: these optimizers are alive there."""
+        sitting = self._by_set.get(answer.set_id)
+        if answer.join == self._join and sitting is not None and rank in sitting.members and not sitting.is_known:
+            self._hear(sitting, answer.set_id, rank, answer.numbers)
+
+    def end(self, informed: Iterable[int]) -> None:
+        """Ends the join; ``informed`` are the ranks that do not need a separate `Unpin`."""
+        for rank in sorted(self._asked.difference(informed)):
+            self._send(rank, Unpin())
+        self._asked.clear()
+        self._by_set.clear()
+        self._join += 1
+
+    def _hear(self, sitting: _Sitting, set_id: int, rank: int, numbers: Iterable[int]) -> None:
+        # A rank that joins before the question reaches it reports twice; it keeps both lists alive.
+        sitting.living.setdefault(rank, frozenset(numbers))
+        if sitting.is_known:
+            for each in sitting.joined:
+                self._send(each, SitOutSteps(set_id, sitting.common))

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ..errors import MOST_NAMED, list_names
-from .joined_steps import JoinedSteps
-from .scene import Pending, Scene
+from .scene import JoinedSteps, Pending, Scene
 
 # A rank that waits for others sends a message about twice a second. After this long without one it counts as silent.
 SILENT_S = 5.0

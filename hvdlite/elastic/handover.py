@@ -26,7 +26,7 @@ from ..log import log
 from ..ops.base import submit
 from ..ops.broadcast import broadcast_tensors
 from ..ops.typed_values import SentTensors, ValueDecoder, ValueEncoder, resolver, room_for
-from ..runtime.process_set_functions import global_process_set, group_of
+from ..runtime.functions import global_process_set, group_of
 
 # For the names of groups, which must be new in a generation.
 _numbers = itertools.count()

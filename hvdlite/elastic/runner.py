@@ -23,7 +23,7 @@ from ..ops.api import allreduce
 from ..outside_graphs import keep_outside_graphs
 from ..rendezvous.elastic_store import KeyListener
 from ..rendezvous.store_client import StoreClient
-from ..runtime.retry import Retry
+from ..runtime.survival import Retry
 from ..runtime.world import (
     current_world,
     enter_again,

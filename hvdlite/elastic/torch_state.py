@@ -36,7 +36,7 @@ from ..optim.optimizer_state import (
     what_is_equal,
 )
 from ..outside_graphs import keep_outside_graphs
-from ..runtime.process_set_functions import global_process_set
+from ..runtime.functions import global_process_set
 from ..runtime.world import rank, require_ended
 from .handover import Handed, InPlace, hand_over
 from .sampler import ElasticSampler

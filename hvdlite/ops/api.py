@@ -49,8 +49,8 @@ from ..comm.reduce_op import Average, ReduceOp, Sum
 from ..compression.casts import AnyCompression, Compression
 from ..errors import WrongTypeError
 from ..outside_graphs import keep_outside_graphs
+from ..runtime.functions import global_process_set
 from ..runtime.process_set import ProcessSet
-from ..runtime.process_set_functions import global_process_set
 from ..values import shown
 from . import direct
 from .allreduce import Allreduce, SparseAllreduce

@@ -42,8 +42,8 @@ from ..calls.handle import Handle
 from ..calls.operation import Execution, Kind, Operation, describe
 from ..comm.flat_bytes import as_base
 from ..comm.group import Group
+from ..runtime.functions import group_of
 from ..runtime.process_set import ProcessSet
-from ..runtime.process_set_functions import group_of
 from ..runtime.world import current_world, is_initialized
 from ..values import shown
 from .sendable import check_is_outside, check_sendable, plain_tensor

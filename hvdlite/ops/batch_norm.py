@@ -26,8 +26,8 @@ from ..calls.operation import Execution, Kind, Operation
 from ..comm.group import Group
 from ..errors import UnsupportedError
 from ..outside_graphs import keep_outside_graphs
+from ..runtime.functions import global_process_set
 from ..runtime.process_set import ProcessSet, check_process_set
-from ..runtime.process_set_functions import global_process_set
 from .base import submit, title
 from .sendable import check_sendable
 

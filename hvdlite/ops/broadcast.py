@@ -38,8 +38,8 @@ from ..comm.group import Group
 from ..comm.reduce_op import Average
 from ..errors import words_of
 from ..outside_graphs import keep_outside_graphs
+from ..runtime.functions import global_process_set, group_of
 from ..runtime.process_set import ProcessSet
-from ..runtime.process_set_functions import global_process_set, group_of
 from ..signing import digest
 from ..values import shown
 from .allreduce import Allreduce

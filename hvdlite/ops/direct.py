@@ -23,7 +23,7 @@ from torch import Tensor
 from ..calls.operation import ALLGATHER, ALLREDUCE, BARRIER, BROADCAST, DirectCall, Kind, Operation
 from ..comm.reduce_op import OP_OF_ENGINE, Average, ReduceOp
 from ..outside_graphs import keep_outside_graphs
-from ..runtime.process_set_functions import global_process_set
+from ..runtime.functions import global_process_set
 from ..runtime.world import current_world, is_initialized
 from ..shm.board import VoteData
 from ..shm.control_block import PAYLOAD_BYTES

@@ -4,7 +4,7 @@
     join ── all-reduces of the others: stand in, by the controller          ──┐
          ── steps of the others: one thread for each optimizer sits them out ┴─ until all have joined
 
-The ranks agree on these optimizers (`coordinator.joined_steps`): those alive on all ranks of their set. An unreferenced
+The ranks agree on these optimizers (`coordinator.scene`): those alive on all ranks of their set. An unreferenced
 optimizer may be collected earlier on one rank than on another.
 """
 
@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from ..calls.controller import StandIn
 from ..calls.generation import SitsOut
 from ..calls.handle import Handle
-from ..calls.operation import Execution, Kind, Run
+from ..calls.operation import Execution, Kind, Run, StandIn
 from ..errors import CommunicationError
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.world import current_world

@@ -32,8 +32,8 @@ from ..comm.group import Group
 from ..comm.reduce_op import Average, Sum
 from ..compression.custom import CustomCompression
 from ..errors import UnsupportedError
+from ..runtime.functions import group_of
 from ..runtime.process_set import ProcessSet
-from ..runtime.process_set_functions import group_of
 from ..values import shown
 from .base import Collective
 from .packing import reduce_scatter_packed

@@ -33,8 +33,8 @@ from ..ops.base import submit
 from ..ops.broadcast import allgather_object, broadcast_object, broadcast_tensors
 from ..ops.typed_values import SentTensors, ValueDecoder, ValueEncoder, resolver, room_for
 from ..outside_graphs import keep_outside_graphs
+from ..runtime.functions import global_process_set, group_of
 from ..runtime.process_set import ProcessSet
-from ..runtime.process_set_functions import global_process_set, group_of
 
 
 def write(path: str, content: Mapping[str, Any]) -> None:

@@ -26,8 +26,8 @@ from ..compression.casts import AnyCompression, Compression
 from ..environment import Environment
 from ..log import log
 from ..outside_graphs import keep_outside_graphs
+from ..runtime.functions import global_process_set, group_of
 from ..runtime.process_set import ProcessSet
-from ..runtime.process_set_functions import global_process_set, group_of
 from ..runtime.world import current_world, is_initialized
 from .arguments import (
     check_autotune,

@@ -29,8 +29,8 @@ from ..ops.broadcast import broadcast_tensors, digest_of
 from ..ops.sendable import check_sendable, check_writable, is_sendable
 from ..ops.typed_values import NOBODY, SentTensors, ValueDecoder, ValueEncoder, resolver, room_for
 from ..outside_graphs import keep_outside_graphs
+from ..runtime.functions import global_process_set, group_of
 from ..runtime.process_set import ProcessSet
-from ..runtime.process_set_functions import global_process_set, group_of
 from ..values import shown
 from .optimizer_proxy import OptimizerProxy
 

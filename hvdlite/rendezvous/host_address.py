@@ -1,7 +1,7 @@
 """
 Finds the address by which other hosts reach this host, and says why a connection to one could not be made.
 
-It sends nothing to other hosts. `pmi_rendezvous`, `runtime`, `control.connect` and `round_trips` call it.
+It sends nothing to other hosts. `pmi_rendezvous`, `runtime`, `control.control_client` and `round_trips` call it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_CONNECTION = re.compile(
 
 # Those of them that come at once: the other end, or what is between, has refused it.
 _REFUSED = re.compile(r"connection refused|no route to host|(network|host) is unreachable", re.IGNORECASE)
-# The other end, as gloo and `control.connect` name it.
+# The other end, as gloo and `control.control_client` name it.
 _REMOTE = re.compile(r"remote=\[([0-9a-fA-F.:%\w]+)\]|rank 0 cannot be reached at \('([^']+)', \d+")
 
 

@@ -6,7 +6,6 @@ and `shm` to connect to them, and `control` for the controller.
 
 Modules import only what stands before them:
 
-    process_set < process_set_registry < departure < exchanged < tracebacks < startup_line < retry < survival
-        < hang_report < make_world < connect_ranks < elastic_world < bootstrap < world < process_set_functions < built
-        < timeline_functions < straggler_functions
+    process_set < departure < tracebacks < survival < hang_report < make_world < connect_ranks < bootstrap < world
+        < functions
 """

@@ -3,7 +3,7 @@ Connects the ranks of a launcher's job: opens the store that they share and the 
 
     Placement ── store ── exchange_infos ── default process group ── make_world
 
-`bootstrap` and `elastic_world` call `connect_all`, and tell hvdlite-run of it by a `LauncherEnd`.
+`bootstrap` calls `connect_all`, and tells hvdlite-run of it by a `LauncherEnd`.
 """
 
 from __future__ import annotations

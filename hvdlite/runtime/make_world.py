@@ -9,8 +9,11 @@ Makes a `World` of ranks that can reach each other: its group, over shared memor
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -22,15 +25,15 @@ from hvdlite_wire.linux import LOOPBACK, interface_with
 from hvdlite_wire.store_requests import RankAssignment
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ..calls.controller import Controller
 from ..calls.generation import Generation
-from ..comm.engine import EngineFactory
+from ..calls.operation import Controller
+from ..comm.engine import Engine, EngineFactory
 from ..comm.gloo import Connecting, ConnectingRanks, InitTimeout
 from ..comm.gloo_sockets import own_addresses
 from ..comm.group import Group
 from ..comm.hierarchy_selection import choose_levels
 from ..comm.work import CollectiveWatch
-from ..control.connect import make_controller
+from ..control.control_client import make_controller
 from ..environment import DYNAMIC, Environment
 from ..errors import LaunchEnvironmentError, MismatchError
 from ..log import log, open_log
@@ -41,9 +44,68 @@ from ..shm.kept_memory import KeptMemory
 from ..shm.shm_factory import ShmEngineFactory
 from ..signing import Signer
 from ..timeline import session as timeline
-from .process_set_registry import Registry
-from .startup_line import log_startup
+from .process_set import Registry
 from .survival import Survival
+
+
+def log_startup(engine: Engine, nodes: Sequence[Hashable], environment: Environment) -> None:
+    """Logs the line. With HVDLITE_VERBOSE, also prints it to stderr unless the log shows it there.
+
+    ``nodes`` has a value for each rank, equal for ranks of one host.
+    """
+    line = describe_start(engine, nodes, environment)
+    log.info("%s", line)
+    if environment.verbose and (environment.log_level is None or environment.log_level > logging.INFO):
+        print(f"hvdlite: {line}", file=sys.stderr, flush=True)
+
+
+def describe_start(engine: Engine, nodes: Sequence[Hashable], environment: Environment) -> str:
+    counts = list(Counter(nodes).values())
+    parts = [f"{_counted(len(nodes), 'rank')} on {_counted(len(counts), 'host')}"]
+    if len(counts) > 1:
+        parts[0] += f" ({' + '.join(map(str, counts))})"
+    if len(nodes) > 1:
+        parts.append(f"CPU tensors: {_way_of_cpu(engine, counts, environment)}")
+        if torch.cuda.is_available():
+            parts.append(f"CUDA tensors: {_way_of_cuda(engine)}")
+    parts.append(f"OMP threads {torch.get_num_threads()}")
+    if len(nodes) > 1:
+        parts.append(f"check {'on' if environment.check else 'off'}")
+    return "; ".join(parts)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _way_of_cpu(engine: Engine, counts: Sequence[int], environment: Environment) -> str:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    gloo = f"gloo ({interface})" if interface else "gloo"
+    first, *between = (gloo if each == "gloo" else each for each in engine.ways["cpu"])
+    if between:
+        return f"{first} within hosts, {between[0]} between"
+    if first != gloo:
+        return first
+    if max(counts) == 1:
+        return gloo
+    if not environment.shm:
+        why = "HVDLITE_SHM=0"
+    elif len(set(counts)) > 1:
+        why = "hosts have different numbers of ranks"
+    elif len(counts) > 1 and environment.hierarchical is False:
+        why = "hierarchical all-reduces are turned off"
+    else:
+        why = "there is too little shared memory"
+    return f"{gloo}, not shared memory: {why}"
+
+
+def _way_of_cuda(engine: Engine) -> str:
+    *_, name = ways = engine.ways["cuda"]
+    levels = ", within hosts and then between" if len(ways) > 1 else ""
+    if name != "nccl":
+        return name + levels
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch has no types for it
+    return f"NCCL {'.'.join(map(str, version[:3]))}{levels}"
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,28 @@ from ..faults import point
 from ..log import log
 from ..rendezvous.elastic_store import KeyListener, LastVotes, Step
 from ..rendezvous.store_client import StoreClient
-from .retry import Retry
+
+
+class Retry:
+    """The tries that the same ranks have left, at a step, a world or a commit."""
+
+    def __init__(self, tries: int) -> None:
+        self._tries = tries
+        self._failures = 0
+        self._size = 0
+
+    def failed(self, size: int, newcomers: int) -> bool:
+        """Counts a failure of ``size`` ranks, ``newcomers`` of them in their first world. Returns if they may go on."""
+        if newcomers or size != self._size:
+            self._failures = 0
+        self._size = size
+        self._failures += 1
+        return self._failures < self._tries
+
+    def begin_anew(self) -> None:
+        """Gives the ranks all tries again, since they have made progress."""
+        self._failures = 0
+
 
 # How often the same ranks try the same step: three times after it has failed once.
 _TRIES = 4

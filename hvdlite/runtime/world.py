@@ -55,13 +55,11 @@ from ..rendezvous.store_client import StoreClient
 from ..timeline import session as timeline
 from ..values import MOST, seconds, shown, whole_number
 from .bootstrap import enter
-from .departure import hasten_end, leave_at_exit
-from .exchanged import Exchanged
+from .departure import Exchanged, hasten_end, leave_at_exit
 from .hang_report import HangReporter
 from .make_world import World
 from .process_set import ProcessSet, check_first_sets
-from .retry import Retry
-from .survival import Survival
+from .survival import Retry, Survival
 from .tracebacks import remove_hooks, shorten_tracebacks
 
 _NOT_ELASTIC = (

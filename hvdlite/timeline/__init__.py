@@ -1,7 +1,7 @@
 """
 Merges the recordings of all ranks into one timeline, on a common clock: one file, or one for each rank.
 
-`runtime.timeline_functions`, `runtime.make_world` and `runtime.world` call `session`. Each rank's events are recorded
+`runtime.functions`, `runtime.make_world` and `runtime.world` call `session`. Each rank's events are recorded
 in `comm.recorder`.
 
 Modules import only what stands before them:

@@ -5,7 +5,7 @@ Starts and stops a timeline of all ranks: compares the clocks, and has rank 0 wr
 `stop`: they compare the clocks again, and rank 0 receives the parts and writes them.
 
 The parts are on one clock from the start, so they are useful without `stop`: then rank 0, if it is alive, writes the
-parts that it finds on its host. The callers are `runtime.timeline_functions`, `runtime.make_world` and
+parts that it finds on its host. The callers are `runtime.functions`, `runtime.make_world` and
 `runtime.world`, which pass the current world.
 """
 
@@ -16,9 +16,8 @@ import time
 import zlib
 from collections.abc import Callable
 
-from ..calls.controller import Controller
 from ..calls.handle import Handle
-from ..calls.operation import Kind, Operation
+from ..calls.operation import Controller, Kind, Operation
 from ..comm.group import Group
 from ..comm.recorder import Recorder, Recording
 from ..log import log

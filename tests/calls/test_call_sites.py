@@ -18,8 +18,8 @@ import hvdlite
 from hvdlite.calls import call_sites
 from hvdlite.calls.call_sites import LONGEST, FramesOfThreads, place_of, places_of_threads, seen_from_here
 from hvdlite.comm.step_clock import Phase, StepClock
-from hvdlite.control import pace_reports
-from hvdlite.control.pace_reports import PaceReports
+from hvdlite.control import reports
+from hvdlite.control.reports import PaceReports
 from hvdlite.runtime import hang_report
 from hvdlite.runtime.hang_report import stacks_of_threads
 
@@ -204,7 +204,7 @@ def test_no_garbage_is_collected_while_the_frames_of_other_threads_are_followed(
 
     spy(call_sites, "place_of")
     spy(hang_report, "_frames")
-    spy(pace_reports, "is_in_model")
+    spy(reports, "is_in_model")
     if walk is places_of_threads:
         walk([ident])
     elif walk is stacks_of_threads:

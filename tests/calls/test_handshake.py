@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.calls.handshake import HandshakeClient, HandshakeServer
+from hvdlite.calls.mailbox import HandshakeClient, HandshakeServer
 from hvdlite.signing import Signer
 
 KEY = Signer(b"the job's key")

@@ -11,9 +11,9 @@ import pytest
 from worlds import run_worlds
 
 import hvdlite as hvd
-from hvdlite.calls.handshake import CHALLENGE_BYTES, HELLO_BYTES
+from hvdlite.calls.mailbox import CHALLENGE_BYTES, HELLO_BYTES
 from hvdlite.calls.messages import Over
-from hvdlite.control import connect
+from hvdlite.control import control_client
 from hvdlite.signing import Signer
 
 KEY = Signer(b"the job's key")
@@ -55,13 +55,13 @@ def test_ranks_find_together_while_strangers_come_all_the_time(monkeypatch):
 
 
 def test_a_rank_0_that_ends_right_after_its_welcome_is_an_error_of_later_calls_and_not_of_init(monkeypatch):
-    reach = connect._reach
+    reach = control_client._reach
 
     def reach_one_that_ends(*arguments):
         mailbox, welcome, early = reach(*arguments)
         return mailbox, welcome, [*early, Over("rank 0 (node0) has ended", False)]
 
-    monkeypatch.setattr(connect, "_reach", reach_one_that_ends)
+    monkeypatch.setattr(control_client, "_reach", reach_one_that_ends)
 
     def rank(own: int) -> str:
         if own == 0:
@@ -96,6 +96,6 @@ def test_who_answers_in_rank_0s_place_without_the_key_is_told_from_it(monkeypatc
     with pytest.raises(
         hvd.CommunicationError, match=r"rank 1 \(node1\): the program that answers at .* does not know the job's key"
     ):
-        connect._reach(impostor.getsockname(), Lone(), timedelta(seconds=60))
+        control_client._reach(impostor.getsockname(), Lone(), timedelta(seconds=60))
     thread.join()
     impostor.close()

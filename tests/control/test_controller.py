@@ -28,7 +28,7 @@ from hvdlite.calls import handle, mailbox
 from hvdlite.calls.handle import Handle
 from hvdlite.calls.operation import Execution, Kind, Operation
 from hvdlite.comm.work import CollectiveWatch, Work
-from hvdlite.control import heartbeat, rank0_connection
+from hvdlite.control import rank0_connection, reports
 from hvdlite.control.control_client import ControlClient
 from hvdlite.coordinator import coordinator, negotiation, stall
 from hvdlite.environment import Environment
@@ -345,7 +345,7 @@ def test_a_handle_is_a_number_unlike_any_other_and_gives_its_result_as_often_as_
 
 def test_a_stalled_operation_is_told_of_and_ended_where_that_is_asked_for(caplog, monkeypatch):
     # On a busy machine rank 0 may not answer in so short a time, which would end this process.
-    monkeypatch.setattr(heartbeat.Heartbeat, "silence", lambda self, now_s: None)
+    monkeypatch.setattr(reports.Heartbeat, "silence", lambda self, now_s: None)
     environment = Environment(stall_warning_s=0.1, stall_shutdown_s=0.3)
     come = threading.Event()
     # Behind it rank 1 has told rank 0 its pid.
@@ -457,10 +457,10 @@ def test_a_rank_hears_of_others_while_it_is_blocked_in_an_operation():
 
 def test_a_peer_that_hangs_in_what_all_have_begun_is_told_of(caplog, monkeypatch):
     monkeypatch.setattr(rank0_connection, "LOOK_S", 0.05)
-    monkeypatch.setattr(heartbeat, "LOOK_S", 0.05)
+    monkeypatch.setattr(reports, "LOOK_S", 0.05)
     # What may take long on a busy machine: both ranks come to the operation, and rank 0 answers.
     monkeypatch.setattr(stall.StallWatch, "_find_operations", lambda self, stalls, now_s: None)
-    monkeypatch.setattr(heartbeat.Heartbeat, "silence", lambda self, now_s: None)
+    monkeypatch.setattr(reports.Heartbeat, "silence", lambda self, now_s: None)
     told, both_are_in_it = threading.Event(), threading.Barrier(2)
     ended: list[str] = []
 
@@ -468,7 +468,7 @@ def test_a_peer_that_hangs_in_what_all_have_begun_is_told_of(caplog, monkeypatch
         ended.append(words)
         told.set()
 
-    monkeypatch.setattr(heartbeat.WaitReports, "end_process", end)
+    monkeypatch.setattr(reports.WaitReports, "end_process", end)
 
     def rank(own: int) -> None:
         world = current_world()
@@ -506,7 +506,7 @@ def test_a_rank_in_an_operation_while_another_is_in_a_bucket_gets_its_error(monk
 def test_a_bucket_that_is_slow_on_its_way_is_no_mismatch(monkeypatch):
     # The intervals are short here: ranks report and rank 0 checks many times while the bucket is reduced.
     monkeypatch.setattr(rank0_connection, "LOOK_S", 0.02)
-    monkeypatch.setattr(heartbeat, "LOOK_S", 0.02)
+    monkeypatch.setattr(reports, "LOOK_S", 0.02)
     monkeypatch.setattr(coordinator, "_TICK_S", 0.02)
     monkeypatch.setattr(negotiation, "SETTLING_S", 0.1)
     ticks: list[float] = []

@@ -13,11 +13,11 @@ from hvdlite_wire.codec import decode, encode
 from worlds import PLAIN, attempt_worlds, run_worlds
 
 import hvdlite as hvd
-from hvdlite.calls import thread_labels
-from hvdlite.calls.thread_labels import CallingThread, ThreadLabels
+from hvdlite.calls.messages import CallingThread
 from hvdlite.comm.group import Group
 from hvdlite.comm.work import CollectiveWatch
 from hvdlite.control import callers
+from hvdlite.control.callers import ThreadLabels
 from hvdlite.environment import Environment
 from hvdlite.runtime import world as world_module
 from hvdlite.runtime.world import current_world
@@ -310,9 +310,9 @@ def test_without_the_check_a_second_thread_is_refused_while_one_is_in_a_call(mon
 
 def caller(name: str, *rivals: str, others: tuple[str, ...] = ()) -> CallingThread:
     """Returns the caller of a thread when these others have called and those others live."""
-    label = thread_labels._label_of(name)
-    beside = [thread_labels._label_of(each) for each in (*rivals, *others)]
-    return CallingThread(label, name, bool(rivals), label in beside, tuple(map(thread_labels._label_of, others)))
+    label = callers._label_of(name)
+    beside = [callers._label_of(each) for each in (*rivals, *others)]
+    return CallingThread(label, name, bool(rivals), label in beside, tuple(map(callers._label_of, others)))
 
 
 @pytest.mark.parametrize(

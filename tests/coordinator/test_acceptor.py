@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hvdlite.calls.handshake import CHALLENGE_BYTES, HELLO_BYTES, HandshakeClient
+from hvdlite.calls.mailbox import CHALLENGE_BYTES, HELLO_BYTES, HandshakeClient
 from hvdlite.coordinator import acceptor
 from hvdlite.coordinator.acceptor import Acceptor
 from hvdlite.signing import Signer

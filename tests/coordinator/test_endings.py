@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.coordinator.endings import HELD_S, Endings
+from hvdlite.coordinator.scene import HELD_S, Endings
 
 
 def test_the_end_of_a_rank_that_lost_nobody_is_told_at_once():

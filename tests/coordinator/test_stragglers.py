@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hvdlite.comm.step_clock import Phase, RankPace, Reading
-from hvdlite.control.pace_reports import is_in_model
+from hvdlite.control.reports import is_in_model
 from hvdlite.coordinator.stragglers import StragglerWatch, _medians_of_others, paces_between
 
 PHASES = {Phase.LOAD: "data and forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "optimizer"}

@@ -22,13 +22,13 @@ STAGES = (
     "hvdlite.shm.shm_factory.ShmEngine",
     "hvdlite.runtime.make_world.choose_levels",
     "hvdlite.runtime.make_world.make_controller",
-    "hvdlite.control.connect.ControlClient",
+    "hvdlite.control.control_client.ControlClient",
     "hvdlite.control.control_client.ControlClient.open_group",
     "hvdlite.control.control_client.ControlClient.start",
     "hvdlite.timeline.session.start",
     "hvdlite.timeline.session._begin",
     "hvdlite.runtime.make_world.Registry",
-    "hvdlite.runtime.process_set_registry.Registry.add",
+    "hvdlite.runtime.process_set.Registry.add",
 )
 # Points at which one rank's error is its own, and the others' errors come from what it leaves.
 PROGRAM = """

@@ -106,10 +106,10 @@ SLOW_LINK = """
 import torch
 import hvdlite as hvd
 from hvdlite.coordinator import stragglers
-from hvdlite.control import pace_reports
+from hvdlite.control import reports
 
 stragglers.WINDOW_S = 1.0
-pace_reports._READING_S = 0.2
+reports._READING_S = 0.2
 hvd.init()
 torch.set_num_threads(1)
 torch.manual_seed(0)

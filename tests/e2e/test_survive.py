@@ -340,14 +340,14 @@ LOST_WHILE_CONNECTING = """
 import threading
 from hvdlite.rendezvous.store_client import StoreClient
 from hvdlite.rendezvous.elastic_store import KeyListener
-from hvdlite.runtime import elastic_world
+from hvdlite.runtime import bootstrap
 
 own = os.environ["RESULTS"] + "/../pid."
 with open(own + f"{worker}.new", "w") as file:
     file.write(str(os.getpid()))
 os.rename(own + f"{worker}.new", own + str(worker))
 last, requests, kills_at = hvd.size() - 1, 0, None
-request, connect_all = StoreClient.request, elastic_world.connect_all
+request, connect_all = StoreClient.request, bootstrap.connect_all
 
 
 def request_or_kill(client, operation, *arguments):
@@ -380,7 +380,7 @@ def connect_and_kill(placement, client, given, *arguments):
 
 
 if worker == last:
-    StoreClient.request, elastic_world.connect_all = request_or_kill, connect_and_kill
+    StoreClient.request, bootstrap.connect_all = request_or_kill, connect_and_kill
 """
 
 
@@ -512,11 +512,11 @@ def test_a_worker_may_be_killed_while_it_writes_sums_into_the_memory_of_the_othe
 DIES_AS_IT_CONNECTS = """
 import os, signal
 from datetime import timedelta
-import hvdlite.runtime.elastic_world as elastic_world
+import hvdlite.runtime.bootstrap as bootstrap
 from hvdlite.rendezvous.launcher_store import LauncherStore
 from hvdlite_wire.store_requests import StoreRequest
 
-elastic_world._GENERATION_LIMIT = timedelta(hours=1)
+bootstrap._GENERATION_LIMIT = timedelta(hours=1)
 ask = LauncherStore._ask
 
 

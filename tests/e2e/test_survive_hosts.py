@@ -131,9 +131,9 @@ def test_workers_finish_the_step_in_which_the_network_to_the_other_host_is_cut(m
 CONNECTS_LATER = """
 from datetime import timedelta
 import time
-from hvdlite.runtime import elastic_world, make_world
+from hvdlite.runtime import bootstrap, make_world
 
-elastic_world._GENERATION_LIMIT = timedelta(hours=1)
+bootstrap._GENERATION_LIMIT = timedelta(hours=1)
 exchange = make_world.exchange_rank_info
 
 

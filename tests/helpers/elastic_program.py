@@ -124,7 +124,7 @@ def place_faults_within_hvdlite(worker: Worker) -> None:
     from hvdlite_wire.store_requests import RankAssignment  # noqa: PLC0415
 
     from hvdlite.elastic import handover, runner  # noqa: PLC0415  # tests that read the samples need neither
-    from hvdlite.runtime import elastic_world, make_world  # noqa: PLC0415
+    from hvdlite.runtime import bootstrap, make_world  # noqa: PLC0415
 
     exchange, revoke = make_world.exchange_rank_info, runner.revoke
     submit = handover.submit
@@ -156,8 +156,8 @@ def place_faults_within_hvdlite(worker: Worker) -> None:
         worker.at("sync, on its way")
         return handle
 
-    elastic_world.wait_for_rank = asked(elastic_world.wait_for_rank)
-    elastic_world.wait_for_rank_or_program = asked(elastic_world.wait_for_rank_or_program)
+    bootstrap.wait_for_rank = asked(bootstrap.wait_for_rank)
+    bootstrap.wait_for_rank_or_program = asked(bootstrap.wait_for_rank_or_program)
     make_world.exchange_rank_info = exchange_rank_info
     runner.revoke = revoked
     handover.submit = in_the_middle

@@ -9,10 +9,10 @@ import time
 import torch
 
 import hvdlite as hvd
-from hvdlite.control import pace_reports
+from hvdlite.control import reports
 from hvdlite.coordinator import stragglers
 
-pace_reports._READING_S, pace_reports._READINGS_PER_S = 0.0, 10**9  # a reading of each step
+reports._READING_S, reports._READINGS_PER_S = 0.0, 10**9  # a reading of each step
 STEPS = 30
 # In the first steps of a trial those of the one before are forgotten. The others count together: where a rank is
 # stopped again and again it depends on chance in which phase of a single step it is stopped.

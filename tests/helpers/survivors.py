@@ -22,11 +22,11 @@ from hvdlite.calls.generation import Generation
 from hvdlite.comm.gloo import InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.comm.work import Work
-from hvdlite.control.connect import make_controller
+from hvdlite.control.control_client import make_controller
 from hvdlite.errors import PeerLostError
 from hvdlite.runtime import survival as module
 from hvdlite.runtime.make_world import World
-from hvdlite.runtime.process_set_registry import Registry
+from hvdlite.runtime.process_set import Registry
 from hvdlite.runtime.survival import Survival
 
 

@@ -10,16 +10,16 @@ from typing import Any
 
 from ranks import attempt_ranks, generation_of, run_ranks
 
-from hvdlite.calls import thread_labels
 from hvdlite.calls.generation import Generation
 from hvdlite.comm.gloo import InitTimeout
 from hvdlite.comm.group import Group
-from hvdlite.control.connect import make_controller
+from hvdlite.control import callers
+from hvdlite.control.control_client import make_controller
 from hvdlite.environment import Environment
 from hvdlite.rendezvous.placement import Topology
 from hvdlite.runtime import world
 from hvdlite.runtime.make_world import World
-from hvdlite.runtime.process_set_registry import Registry
+from hvdlite.runtime.process_set import Registry
 
 PLAIN = Environment(stall_check=False)
 
@@ -117,14 +117,14 @@ def attempt_worlds(
 @contextmanager
 def instead_of_the_world(shared: WorldOfThread) -> Iterator[None]:
     """A context in which each thread sees the world that it has entered in ``shared``."""
-    earlier, names_beside = world._world, thread_labels.names_beside
+    earlier, names_beside = world._world, callers.names_beside
     world._world = shared  # type: ignore[assignment]  # it has all attributes of a World
-    thread_labels.names_beside = shared.names_beside
+    callers.names_beside = shared.names_beside
     try:
         yield
     finally:
         world._world = earlier
-        thread_labels.names_beside = names_beside
+        callers.names_beside = names_beside
 
 
 def run_generations(sizes: Sequence[int], function: Callable[[Iterator[int]], Any], engine: str = "gloo") -> list[Any]:

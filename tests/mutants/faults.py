@@ -100,17 +100,17 @@ _CONTROL = [
     ),
     Mutant(
         "a rank is stuck though a wait of its report is cut off",
-        "hvdlite/control/heartbeat.py",
+        "hvdlite/control/reports.py",
         "bool(told) and len(told) == len(blocked) and",
         "bool(told) and",
-        ("tests/control/test_heartbeat.py::test_a_rank_is_stuck_only_where_all_that_it_waits_for_is_told",),
+        ("tests/control/test_reports.py::test_a_rank_is_stuck_only_where_all_that_it_waits_for_is_told",),
     ),
     Mutant(
         "the time in which this process was stopped counts as the silence of rank 0",
-        "hvdlite/control/heartbeat.py",
+        "hvdlite/control/reports.py",
         "            self._unanswered_since_s += stopped_s\n",
         "            pass\n",
-        ("tests/control/test_heartbeat.py::test_a_rank_that_was_stopped_itself_does_not_blame_rank_0",),
+        ("tests/control/test_reports.py::test_a_rank_that_was_stopped_itself_does_not_blame_rank_0",),
     ),
     Mutant(
         "a joined rank is stalled while others are busy",
@@ -224,7 +224,7 @@ _RUNTIME = [
     ),
     Mutant(
         "a worker that dies over and over takes the tries of the others",
-        "hvdlite/runtime/retry.py",
+        "hvdlite/runtime/survival.py",
         "if newcomers or size != self._size:",
         "if size != self._size:",
         ("tests/runtime/test_retry.py::test_a_worker_that_dies_over_and_over_takes_no_try_of_the_others",),
@@ -238,14 +238,14 @@ _RUNTIME = [
     ),
     Mutant(
         "the controller keeps the group of a removed set",
-        "hvdlite/runtime/process_set_registry.py",
+        "hvdlite/runtime/process_set.py",
         "            self._controller.close_group(group)\n",
         "            pass\n",
         ("tests/runtime/test_process_set.py::test_nothing_keeps_the_group_of_a_set_that_was_removed",),
     ),
     Mutant(
         "a set may have the rank behind the last",
-        "hvdlite/runtime/process_set_registry.py",
+        "hvdlite/runtime/process_set.py",
         "if ranks[-1] >= size:",
         "if ranks[-1] > size:",
         ("tests/runtime/test_process_set.py::test_sets_that_cannot_be_are_one_error_on_every_rank_and_leave_no_trace",),

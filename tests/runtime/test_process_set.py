@@ -19,7 +19,7 @@ import hvdlite as hvd
 from hvdlite.comm.group import Group
 from hvdlite.control.unchecked import UncheckedController
 from hvdlite.environment import Environment
-from hvdlite.runtime.process_set_registry import Registry
+from hvdlite.runtime.process_set import Registry
 from hvdlite.runtime.world import current_world
 
 SIZES = [1, 2, 3, 4]

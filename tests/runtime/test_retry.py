@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.runtime.retry import Retry
+from hvdlite.runtime.survival import Retry
 
 
 def test_the_same_ranks_have_as_many_tries_as_are_given():

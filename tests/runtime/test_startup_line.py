@@ -12,7 +12,7 @@ from hvdlite.comm.engine import SingleRankEngine
 from hvdlite.comm.hierarchy import HierarchicalEngine, HostGroups
 from hvdlite.environment import Environment
 from hvdlite.log import open_log
-from hvdlite.runtime.startup_line import describe_start, log_startup
+from hvdlite.runtime.make_world import describe_start, log_startup
 from hvdlite.shm.shm_engine import ShmEngine
 from hvdlite.shm.shm_factory import DeviceEngine
 

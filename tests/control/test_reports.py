@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from control_messages import said
 
-from hvdlite.control.heartbeat import Heartbeat, Silence
 from hvdlite.control.rank0_connection import LOOK_S
+from hvdlite.control.reports import Heartbeat, Silence
 from hvdlite.coordinator.scene import BlockedThread
 from hvdlite.coordinator.stall import StallRules
 
