@@ -11,17 +11,22 @@ division's few numbers, which are saved with the sampler's state, and are equal 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from hvdlite_wire.codec import decode, encode
+
+Kept = TypeVar("Kept")
 
 
 class Loss(NamedTuple):
     """Members that were lost in the same step, or a step that the others have discarded.
 
-    ``trained``: how many samples of each share had been trained by then. ``is_added``: what the lost members had left
-    was added to the shares of the others, which was too late where a rank had drawn the last sample of its share.
-    ``discarded``: how many samples of each share, behind those, were in the discarded step. They are added likewise.
+    ``trained``: how many samples of each share had been trained by then. ``discarded``: how many behind those were in
+    the discarded step. ``is_added``: these, and what the lost members had left, were added to the shares of the others,
+    which was too late where a rank had drawn the last sample of its share.
     """
 
     trained: int
@@ -70,17 +75,6 @@ class Division:
         shares, rest = self.shares(pool[self.skipped :])
         return left_of(shares.values(), self.processed) + rest
 
-    def to_list(self) -> list[Any]:
-        """Returns it as numbers and lists, for a state or a message."""
-        losses = [[each.trained, list(each.lost), each.is_added, each.discarded] for each in self.losses]
-        return [self.size, self.skipped, self.processed, losses]
-
-    @classmethod
-    def from_list(cls, saved: Sequence[Any]) -> Division:
-        """Returns the division that `to_list` was called on."""
-        size, skipped, processed, losses = saved
-        return cls(size, skipped, processed, losses_from(losses))
-
 
 @dataclass
 class Ledger:
@@ -101,21 +95,15 @@ class Ledger:
             pool = division.left(pool)
         return pool
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns it as numbers and lists, for a state."""
-        divisions = [division.to_list() for division in self.divisions]
-        return {"carried": list(self.carried), "divisions": divisions, "counted": self.counted}
 
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> Ledger:
-        """Returns the ledger that `to_dict` was called on."""
-        divisions = [Division.from_list(each) for each in saved["divisions"]]
-        return cls(list(saved["carried"]), divisions, saved["counted"])
+def plain(value: object) -> Any:
+    """Returns a ledger or losses as numbers and lists, for a state or a message."""
+    return json.loads(encode(value))
 
 
-def losses_from(saved: Iterable[Sequence[Any]]) -> list[Loss]:
-    """Returns the losses of the last part of what `Division.to_list` has returned."""
-    return [Loss(trained, tuple(lost), is_added, *discarded) for trained, lost, is_added, *discarded in saved]
+def from_plain(of: type[Kept], saved: Any) -> Kept:
+    """Returns the value of this type that `plain` was called on."""
+    return decode(of, json.dumps(saved))
 
 
 def divide(pool: Sequence[int], members: Collection[int]) -> dict[int, list[int]]:
@@ -133,9 +121,9 @@ def left_of(shares: Iterable[Sequence[int]], start: int) -> list[int]:
 class Votes:
     """Tells how many samples of each share the steps that have ended have trained, from when they were recorded.
 
-    Some programs record a batch after its step, others before it. Which one does is seen from the first two steps of a
-    division, which are equally large: what was recorded between them, and before the first. Where that is in doubt,
-    this returns less, since it is better to train samples twice than never.
+    Some programs record a batch after its step, others before it. The first two steps of a division, which are equally
+    large, show which: by what was recorded between them, and before the first. In doubt this returns less, since it is
+    better to train samples twice than never.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,7 @@
 """
 `run`: calls a training function again each time the ranks have changed, with its state restored or kept.
+
+Meanwhile a thread hears of changed hosts, and ends the world's waits with its generation.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from .state import HostsUpdatedInterrupt, HostUpdates, State
 def listening(state: State) -> Iterator[None]:
     """A context in which ``state`` is told of changed hosts, and the world's waits fail once its generation has ended.
 
-    Does nothing unless this process is a worker of an elastic job.
+    Where the ranks survive the loss of others, it listens anew in the world of those that are left. Does nothing unless
+    this process is a worker of an elastic job.
     """
     world = current_world()
     if world.assignment is None:

@@ -22,11 +22,11 @@ from torch.utils.data import Sampler
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.survival import Note
 from ..runtime.world import current_world, is_initialized, note_samples, rank, size
-from .ledger import Division, Ledger, Loss, Votes, losses_from
+from .ledger import Division, Ledger, Loss, Votes, from_plain, plain
 
 
 class _Next(NamedTuple):
-    """The division that ranks which are a step ahead have made, for this rank to make too; where, and as whom."""
+    """The division that ranks which are a step ahead have made, for this rank to make too."""
 
     place: list[int]
     member: int
@@ -97,12 +97,12 @@ class ElasticSampler(Sampler[int]):
             carried = self._rest()
         self.epoch = epoch
         self.processed_num = 0
-        self._begin(Ledger(carried))
+        self._ledger, self._division = Ledger(carried), Division(1)
         self._divide()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Note that every rank has processed a batch of ``batch_size``; ``batch_idx`` is Horovod's, and unused."""
-        self._record(batch_size)
+        self._record(int(batch_size))
 
     def record_indices(self, indices: Sized) -> None:
         """Note that every rank has processed as many samples as these."""
@@ -123,14 +123,10 @@ class ElasticSampler(Sampler[int]):
         return self.indices[start : start + batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and how many samples of it all ranks together have processed.
-
-        After a loss within a step also the ledger that says which.
-        """
+        """The epoch, how many samples of it all ranks have processed, and after a loss within a step which."""
         return self._state_after(0)
 
     def _state_after(self, count: int) -> dict[str, Any]:
-        """Returns the state as it will be once every rank has processed ``count`` samples more."""
         processed_num = self.processed_num + count * self.num_replicas
         state: dict[str, Any] = {"epoch": self.epoch, "processed_num": processed_num}
         ledger = self._ledger
@@ -138,14 +134,15 @@ class ElasticSampler(Sampler[int]):
             division = replace(self._division, processed=self._division.processed + count)
             ledger = Ledger(ledger.carried, [*ledger.divisions, division], processed_num)
         if ledger.divisions or ledger.carried:
-            state["ledger"] = ledger.to_dict()
+            state["ledger"] = plain(ledger)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the state was taken, with the ranks that there are now."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
-        self._begin(Ledger.from_dict(state_dict["ledger"]) if "ledger" in state_dict else Ledger())
+        self._ledger = from_plain(Ledger, state_dict["ledger"]) if "ledger" in state_dict else Ledger()
+        self._division = Division(1)
         self._next = None
         self._divide()
 
@@ -158,9 +155,6 @@ class ElasticSampler(Sampler[int]):
             return
         self._next = None
         self._divide()
-
-    def _begin(self, ledger: Ledger) -> None:
-        self._ledger, self._division = ledger, Division(1)
 
     def _divide(self) -> None:
         if self._division.losses:
@@ -191,7 +185,6 @@ class ElasticSampler(Sampler[int]):
         return [index if index >= 0 else ~index for index in share]
 
     def _rest(self) -> list[int]:
-        """What lost ranks had left, and nobody draws in this division."""
         return self._division.shares(self.remaining_indices)[1] if self._division.losses else []
 
     def __iter__(self) -> Iterator[int]:
@@ -221,7 +214,7 @@ class ElasticSampler(Sampler[int]):
         self._discard_late(self._votes.late(number))
 
     def _discard_late(self, late: int) -> None:
-        """Discards what was recorded after the discarded step, where that was known only from the next step."""
+        """Discards what was recorded after the discarded step, once the next step shows it."""
         discarded, self._discarded = self._discarded, None
         if discarded is not None and late:
             self._discard(discarded.stop, late, is_added=False)
@@ -247,7 +240,7 @@ class ElasticSampler(Sampler[int]):
             self._lose([*losses, Loss(trained, (), is_added, count)])
 
     def note_of(self, number: int | None) -> dict[str, Any]:
-        """Returns what the other ranks must know to go on without those that are lost; it is JSON."""
+        """Returns what the other ranks must know to go on without those that are lost, as JSON's values."""
         if number is not None:
             self._discard_late(self._votes.late(number, self._division.processed))
         return {
@@ -256,7 +249,7 @@ class ElasticSampler(Sampler[int]):
             "member": self._member,
             "has_ended": self._iterator is not None and self._iterator.has_ended,
             "trained": self._votes.trained(number, self._division.processed),
-            "losses": self._division.to_list()[-1],
+            "losses": plain(self._division.losses),
         }
 
     def go_on(self, notes: Sequence[Note]) -> None:
@@ -267,7 +260,7 @@ class ElasticSampler(Sampler[int]):
         place = ahead[0]["place"]
         there = [note.note for note in notes if note.note["place"] == place]
         # A rank that was lost meanwhile may have kept some of them from hearing of an earlier loss.
-        losses = max((losses_from(note["losses"]) for note in there), key=len)
+        losses = max((from_plain(list[Loss], note["losses"]) for note in there), key=len)
         before = Division(place[-1], losses=losses)
         # A division's members are the ranks of the world in which it was made, which those behind are in, too.
         members = [note.note["member" if note.note["place"] == place else "rank"] for note in notes]

@@ -13,7 +13,7 @@ import copy
 import enum
 import queue
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import words_of
 from ..faults import point
@@ -39,14 +39,6 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  # Horovod's name
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("hosts have been removed" if skip_sync else "hosts have been added, or added and removed")
         self.skip_sync = skip_sync
-
-
-class _News(NamedTuple):
-    """What rank 0 knows of hosts: the times of the last change that it reported and of the newest, and what changed."""
-
-    told_at: float
-    changed_at: float
-    updates: int
 
 
 # The first item of `State._here` where the state is that of a save.
@@ -104,7 +96,7 @@ class State:
         self._host_messages.put((timestamp, update_res))
 
     def forget_news(self) -> None:
-        """Forget what `on_hosts_updated` has noted in an earlier world. `run` calls this before the next one."""
+        """Forget what `on_hosts_updated` has noted in an earlier world."""
         self._host_messages = queue.Queue()
 
     def commit(self) -> None:
@@ -127,7 +119,6 @@ class State:
         """Waits for the steps whose results `commit` saves, or raises their error; does nothing unless overridden."""
 
     def _note_saved(self) -> None:
-        """Notes that the state is the one that was saved last."""
         self._here = None if self._saves is None else [SAVED, self._saves]
 
     def _note_kept(self, generation: int) -> None:
@@ -147,11 +138,11 @@ class State:
             if timestamp > changed_at:
                 changed_at = timestamp
                 updates |= HostUpdates(update)
-        # As a tuple of plain values, since programs pass a broadcast of their own.
-        news = _News(*self._bcast_object(tuple(_News(told_at, changed_at, int(updates)))))
-        self._last_updated_timestamp = news.changed_at
-        if news.changed_at > news.told_at:
-            raise HostsUpdatedInterrupt(skip_sync=news.updates == HostUpdates.REMOVED)
+        # What rank 0 knows. Plain values, since programs pass a broadcast of their own.
+        told_at, changed_at, updates = self._bcast_object((told_at, changed_at, int(updates)))
+        self._last_updated_timestamp = changed_at
+        if changed_at > told_at:
+            raise HostsUpdatedInterrupt(skip_sync=updates == HostUpdates.REMOVED)
 
     def save(self) -> None:
         """Save the current state."""
@@ -191,9 +182,7 @@ class ObjectState(State):
             log.warning(
                 "%s.%s is set and was not given when the state was made: it is neither saved, restored nor sent to "
                 "other ranks; make the state with %s=...",
-                type(self).__name__,
-                name,
-                name,
+                *(type(self).__name__, name, name),
             )
         super().__setattr__(name, value)
 

@@ -11,7 +11,7 @@ Saved state is in memory: a copy of each tensor, on the same device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -163,11 +163,8 @@ class _LargeStateHandler(StateDictHandler):
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors_in(each)
 
 
@@ -291,8 +288,6 @@ class OptimizerStateHandler(_LargeStateHandler):
 class SamplerStateHandler(StateDictHandler):
     """For `ElasticSampler`: sends rank 0's progress in the epoch; `reset` divides the rest among the current ranks."""
 
-    value: ElasticSampler
-
     def reset(self) -> None:
         self.value.reset()
 
@@ -337,14 +332,7 @@ def set_handler_registry(registry: Registry) -> None:
 
 
 def _handler_of(value: Any) -> StateHandler | None:
-    found = (handler for kind, handler in _registry.items() if isinstance(value, kind))
-    handler = next(found, None)
-    return None if handler is None else handler(value)
-
-
-def _has_gpu_parameters(handlers: Iterable[StateHandler]) -> bool:
-    known = [handler for handler in handlers if isinstance(handler, StateDictHandler)]
-    return any(param.is_cuda for handler in known for param in handler.params())
+    return next((handler(value) for kind, handler in _registry.items() if isinstance(value, kind)), None)
 
 
 # Among the names of objects, that of all other attributes together.
@@ -387,14 +375,14 @@ class TorchState(ObjectState):
         self._each(lambda handler: handler.reset_after_callbacks())
 
     def save(self) -> None:
-        """Save copies of the current state of everything."""
         self._each(lambda handler: handler.save())
         super().save()
 
     def _require_ended(self) -> None:
         # A GPU's wait for a lost rank can only be aborted, while the program is ahead of it: then the optimizer has
         # used gradients that are no averages. So no rank saves before the collectives of all have ended well.
-        if _has_gpu_parameters(self._handlers.values()):
+        known = [each for each in self._handlers.values() if isinstance(each, StateDictHandler)]
+        if any(param.is_cuda for handler in known for param in handler.params()):
             require_ended("state.commit()")
             barrier()
         # Before anything is saved: a rank may be lost in it.
@@ -420,7 +408,6 @@ class TorchState(ObjectState):
             raise
 
     def restore(self) -> None:
-        """Give everything the state that was saved last."""
         self._each(lambda handler: handler.restore())
         earlier = {name: getattr(self, name) for name in self._saved_state}
         super().restore()

@@ -25,7 +25,7 @@ import contextlib
 import itertools
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from hvdlite_wire.codec import HostLinks, decode, encode
@@ -60,7 +60,6 @@ class KeyListener:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, whatever it waits for."""
         self._is_closing = True
         for _ in range(int(_ENDS_WITHIN_S / _PAUSE_S)):
             # More than once, because the thread may just be connecting.
@@ -98,12 +97,11 @@ class Keepalive(Protocol):
 def respond(
     worker: ElasticWorker, waited_s: Callable[[], float], keepalive: Callable[[], Keepalive | None]
 ) -> KeyListener:
-    """Starts the thread that shows hvdlite-run that this worker is alive.
+    """Starts the thread that shows hvdlite-run that this worker is alive, in all worlds and between them.
 
-    ``waited_s`` returns for how long this process has waited for other ranks, 0 if it does not.
-
-    ``keepalive`` returns that of the connections to other hosts, None if there are none. Both are called on that
-    thread.
+    While the process is stopped, or a C extension holds the interpreter's lock, it cannot answer. ``waited_s`` returns
+    for how long this process has waited for other ranks, 0 if it does not; ``keepalive`` returns that of the
+    connections to other hosts, None if there are none. Both are called on that thread.
     """
     client = StoreClient.from_url(worker.store_url)
 
@@ -128,8 +126,8 @@ Step = tuple[int, int]
 class LastVotes(NamedTuple):
     """What a rank has left at the end of its program.
 
-    ``passed``: by an optimizer's number, how many votes it has passed. ``discarded``: steps that are to be discarded,
-    as far as it knows.
+    ``passed``: how many votes it has passed, by an optimizer's number. ``discarded``: steps that it knows are to be
+    discarded.
     """
 
     passed: dict[int, int]
@@ -137,12 +135,11 @@ class LastVotes(NamedTuple):
 
 
 def leave_last_votes(client: StoreClient, votes: LastVotes) -> None:
-    """Adds what this rank says at the end of its program."""
+    """Tells other ranks what this one has passed, at the end of its program: it outlives generations."""
     client.request(StoreRequest.APPEND, [_ENDED, encode(votes) + b"\n"])
 
 
 def read_last_votes(client: StoreClient) -> list[LastVotes]:
-    """Returns what ranks have said at the ends of their programs so far."""
     (is_there,) = client.request(StoreRequest.CHECK, [_ENDED])
     return [decode(LastVotes, line) for line in client.get([_ENDED])[0].splitlines()] if int(is_there) else []
 
@@ -155,17 +152,23 @@ def tell_of_program(client: StoreClient, hosts: Sequence[str]) -> None:
 def find_program(client: StoreClient) -> tuple[str, ...] | None:
     """Returns the hosts, by rank, of the program that a new worker can join; None if there is none yet."""
     key = f"{_PROGRAM}/0".encode()
-    try:
+    with _answering():
         (is_there,) = client.request(StoreRequest.CHECK, [key])
         return tuple(json.loads(client.get([key])[0])) if int(is_there) else None
+
+
+@contextlib.contextmanager
+def _answering(words: str = "hvdlite-run's agent does not answer") -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as error:
-        raise CommunicationError(f"hvd.init() failed: hvdlite-run's agent does not answer: {error}") from error
+        raise CommunicationError(f"hvd.init() failed: {words}: {error}") from error
 
 
 def wait_for_rank_or_program(
     client: StoreClient, listening: StoreClient, worker: int
 ) -> RankAssignment | tuple[str, ...]:
-    """Does what `wait_for_rank` does, for a first rank, or what `find_program` does if there is one first.
+    """Waits as `wait_for_rank` for a first rank, or returns what `find_program` does if there is one first.
 
     ``listening`` is another client of the same store.
     """
@@ -191,28 +194,20 @@ def wait_for_rank_or_program(
 
 
 def take_back(client: StoreClient, worker: int) -> bool:
-    """Whether hvdlite-run gives this worker no first assignment until it asks again: not if it has given one meanwhile.
-
-    hvdlite-run must have been told that the worker takes back that it has asked; this waits for its answer.
-    """
-    try:
-        (answer,) = client.get([standby_key(worker)])
-    except (OSError, ValueError) as error:
-        raise CommunicationError(f"hvd.init() failed: hvdlite-run's agent does not answer: {error}") from error
-    return answer == b"1"
+    """Whether a worker that has told hvdlite-run that it takes back its request has been given no rank meanwhile."""
+    with _answering():
+        return client.get([standby_key(worker)]) == [b"1"]
 
 
 def wait_for_rank(client: StoreClient, worker: int, after: int) -> RankAssignment:
     """Returns this worker's assignment in a generation later than ``after``; waits until hvdlite-run has given one.
 
-    hvdlite-run must have been told that the worker's init has started. There is no timeout here: hvdlite-run has one
+    hvdlite-run must have been told that the worker's init has started. It has a timeout of its own
     (``--elastic-timeout``). Raises a `WorkerRemovedError` if there is no assignment for this worker any more.
     """
     log.info("worker %d waits for hvdlite-run to give it a rank, after generation %d", worker, after)
-    try:
+    with _answering(f"worker {worker} was given no rank"):
         (answer,) = client.get([assignment_key(worker, after)])
-    except (OSError, ValueError) as error:
-        raise CommunicationError(f"hvd.init() failed: worker {worker} was given no rank: {error}") from error
     told = ANSWERS.decode(answer)
     if isinstance(told, Dismissal):
         raise WorkerRemovedError(f"worker {worker} has been removed from the job: {told.why}")

@@ -17,15 +17,12 @@ from hvdlite_wire.linux import DISCARD_PORT, ELSEWHERE, addresses_towards, inter
 
 from ..errors import list_names
 
-# How the system and gloo word a TCP connection that was not made.
-_NO_CONNECTION = re.compile(
-    r"connection refused|no route to host|(network|host) is unreachable|"
-    r"connect timeout|timed out connecting|connection timed out|^timed out$",
-    re.IGNORECASE,
-)
-
-# Those of them that come at once: the other end, or what is between, has refused it.
+# How the system and gloo word a TCP connection that the other end, or what is between, has refused at once.
 _REFUSED = re.compile(r"connection refused|no route to host|(network|host) is unreachable", re.IGNORECASE)
+# The same for one that was not made.
+_NO_CONNECTION = re.compile(
+    rf"{_REFUSED.pattern}|connect timeout|timed out connecting|connection timed out|^timed out$", re.IGNORECASE
+)
 # The other end, as gloo and `control.control_client` name it.
 _REMOTE = re.compile(r"remote=\[([0-9a-fA-F.:%\w]+)\]|rank 0 cannot be reached at \('([^']+)', \d+")
 
@@ -33,7 +30,7 @@ _REMOTE = re.compile(r"remote=\[([0-9a-fA-F.:%\w]+)\]|rank 0 cannot be reached a
 def own_address(towards: Iterable[str]) -> str | None:
     """Returns this host's source address on its route to the first of ``towards`` that it has a route to.
 
-    Addresses that other hosts cannot use (loopback, link-local) are skipped. None if no address is left.
+    None if there is none that other hosts can use: loopback and link-local addresses are skipped.
     """
     return next((own for target in towards for own in addresses_towards(target) if _is_reachable(own)), None)
 
@@ -62,9 +59,8 @@ def refused_by(error: object, others: Iterable[str] = ()) -> tuple[str, ...]:
 
 
 def _has_route(address: str) -> bool:
-    """Whether the kernel begins to connect to an address; without a route it refuses at once."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.setblocking(False)
+        probe.setblocking(False)  # without a route the kernel refuses at once
         return probe.connect_ex((address, DISCARD_PORT)) not in (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 

@@ -1,10 +1,8 @@
 """
 `LauncherStore`: the store through which ranks find each other, as a `torch.distributed.Store`.
 
-It is hvdlite-run's, or another one that takes the same requests, such as `hvdlite.ray`'s.
-
-gloo and NCCL call its methods from threads of their own, other modules of hvdlite from the caller's. Each method sends
-a request, by `store_client.StoreClient` under hvdlite-run. `runtime.connect_ranks` and `round_trips` create it.
+It is hvdlite-run's, or another one that takes the same requests, such as `hvdlite.ray`'s. gloo and NCCL call its
+methods from threads of their own. `runtime.connect_ranks` and `round_trips` create it.
 """
 
 from __future__ import annotations
@@ -82,7 +80,6 @@ class LauncherStore(Store):
     getNumKeys = num_keys  # noqa: N815
 
     def _missing(self, keys: Sequence[str]) -> Sequence[str]:
-        """Returns the ``keys`` that are not in the store; all of them if the store does not answer."""
         try:
             checks = [self._client.request(StoreRequest.CHECK, [key.encode()], _CHECK_S) for key in keys]
         except (OSError, ValueError):
@@ -90,7 +87,7 @@ class LauncherStore(Store):
         return [key for key, there in zip(keys, checks, strict=True) if there == [b"0"]] or keys
 
     def _timeout(self) -> timedelta:
-        """Returns the store's timeout; the C++ part of the store keeps it and may change it."""
+        # The C++ part of the store keeps it and may change it.
         timeout: timedelta = self.timeout  # type: ignore[attr-defined]  # missing in torch's stubs
         return timeout
 
@@ -101,10 +98,7 @@ class LauncherStore(Store):
         parts: Iterable[bytes | str],
         timeout: timedelta | None = None,
     ) -> list[bytes]:
-        """Sends a request and returns the answer; raises torch's errors.
-
-        ``timeout`` is None for requests that do not wait for other ranks: the store's own timeout applies.
-        """
+        """Sends a request and returns the answer; raises torch's errors. Without a timeout the store's own applies."""
         patience = self._timeout() if timeout is None else timeout
         timeout_s = patience.total_seconds() or None  # in torch, 0 means no timeout
         raw = [part.encode() if isinstance(part, str) else part for part in parts]

@@ -38,7 +38,7 @@ _PATIENCE_S = 30  # for requests that the launcher's daemon on this host answers
 
 
 def give_to_local_ranks(name: str, text: str, size: int, timeout_s: float) -> None:
-    """Sends ``text`` to all other ranks; rank 0 calls it. Blocks until each rank has it.
+    """Sends ``text`` to all other ranks of this host; rank 0 calls it. Blocks until each rank has it.
 
     ``name`` is the socket's, equal on all ranks. Raises a CommunicationError if a rank does not ask within
     ``timeout_s``, or if another process listens under this name.
@@ -127,10 +127,10 @@ def _list(ranks: set[int]) -> str:
 
 
 def open_connection(inherited: str) -> int:
-    """Returns a duplicate of the file descriptor in PMI_FD, on which "init" has been sent.
+    """Returns a duplicate of the file descriptor in PMI_FD, on which "init" has been sent; MPI closes the inherited
+    one.
 
-    It is a duplicate because MPI closes the inherited one when it finalizes. Call it once per process: Slurm treats a
-    second "init" as an error (MPICH's Hydra does not).
+    Call it once per process: Slurm treats a second "init" as an error (MPICH's Hydra does not).
     """
     with suppress(ValueError, OSError, OverflowError):
         if not inherited.isascii():
@@ -163,7 +163,7 @@ def exchange_by_pmi(connection: int, key: str, value: str | None, timeout_s: flo
 
 
 def finalize_pmi(connection: int) -> None:
-    """Tells the launcher that this process may end. Otherwise the launcher takes its end for a crash of the job."""
+    """Tells the launcher that this process may end. Otherwise it takes that for a crash of the job."""
     try:
         _ask(connection, "cmd=finalize", time.monotonic() + _PATIENCE_S)
     except (CommunicationError, OSError):
@@ -230,9 +230,8 @@ def exchange_by_pmix(environ: Mapping[str, str], key: str, value: str | None, ti
         )
     if isinstance(outcome[0], Exception):
         raise outcome[0]
-    # Only at the end of the program: once PMIx is finalised, the launcher counts any end of the process as a success.
+    # Only at the end of the program, and not of a forked child: after it, the launcher takes any end for a success.
     own_pid = os.getpid()
-    # Not at the end of a forked child.
     atexit.register(lambda: os.getpid() == own_pid and library.PMIx_Finalize(None, ctypes.c_size_t(0)))
     return outcome[0]
 

@@ -21,10 +21,7 @@ from ..errors import CommunicationError
 from ..log import log
 from .process_state import ProcessState
 
-# Added to the timeout here, so that PyTorch's own ends first: its error says more.
-_SLACK_S = 2.0
-
-# A warning is logged if the ranks take longer to connect.
+_SLACK_S = 2.0  # PyTorch's own timeout ends first: its error says more
 _WARN_AFTER_S = 30.0
 
 
@@ -33,11 +30,10 @@ def store_at_given_address(
 ) -> Store:
     """Returns the store at ``address`` and ``port``; rank 0 serves it. Every rank must call it, and waits for rank 0.
 
-    ``process`` keeps the store for later calls of `init`: without that, a rank could connect to a server that is just
-    closing. Rank 0 keeps its server even if the number of ranks changes. Another rank connects anew if its rank or the
-    number of ranks has changed, because another process may serve there now.
-
-    Raises a `CommunicationError` with the cause if the ranks have not connected within the timeout.
+    ``process`` keeps the store for later calls of `init`: else a rank could connect to a server that is just closing.
+    Rank 0 keeps its server even if the number of ranks changes; another rank then connects anew, because another
+    process may serve there now. Raises a `CommunicationError` with the cause if the ranks have not connected within the
+    timeout.
     """
     host = socket.gethostname()
     key = (address, port) if rank == 0 else (address, port, rank, size)
@@ -50,10 +46,7 @@ def store_at_given_address(
 
 
 def _meet(rank: int, size: int, address: str, port: str, timeout: timedelta) -> Store:
-    """Opens PyTorch's store in a thread, with a timeout.
-
-    Without the thread it would wait for ever if another program listens at that port and does not answer.
-    """
+    """Opens PyTorch's store in a thread: a program that listens there and does not answer would block for ever."""
     found: Future[Store] = Future()
 
     def look() -> None:
@@ -82,7 +75,6 @@ def _meet(rank: int, size: int, address: str, port: str, timeout: timedelta) -> 
 
 
 def _why(rank: int, size: int, host: str, address: str, port: str, words: str, waited_s: float) -> str:
-    """Returns the cause of a failure and what to do about it; ``words`` is PyTorch's message."""
     if "address already in use" in words:
         return (
             f"port {port} on {host} is taken by another process (address already in use): set MASTER_PORT to a free "
@@ -91,7 +83,7 @@ def _why(rank: int, size: int, host: str, address: str, port: str, words: str, w
     if "permission denied" in words:
         return f"port {port} on {host} cannot be opened by this user: set MASTER_PORT to 1024 or higher"
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
     except OSError as error:
         return (
             f"MASTER_ADDR={address!r} cannot be resolved on {host} ({error.strerror}): set it to a name or an address "
@@ -114,12 +106,11 @@ def _why(rank: int, size: int, host: str, address: str, port: str, words: str, w
     )
 
 
-def _is_own(address: object) -> bool:
+def _is_own(address: str) -> bool:
     """Whether this host could listen at the address."""
-    text = str(address)
     try:
-        with socket.socket(socket.AF_INET6 if ":" in text else socket.AF_INET) as probe:
-            probe.bind((text, 0))
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
     except OSError as error:
         return error.errno != errno.EADDRNOTAVAIL
     return True

@@ -17,13 +17,14 @@ on one host; except under plain srun, the kernel chooses the port. `runtime.conn
 from __future__ import annotations
 
 import atexit
-import functools
 import itertools
+import math
 import os
 import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -71,71 +72,155 @@ def rendezvous_by_pmi(
     would use the interface to which each host resolves its own name.
     """
     assert placement.launcher is not None, "there is no address to meet at"
-    launcher = launcher_named(placement.launcher)
-    job = _name_of_job(launcher, environ)
-    name = f"init{process.next_init((launcher.name, job))}"
-    exchange = _choose_exchange(placement, launcher, job, environ, process, timeout.total_seconds())
-    secret = None
-    if exchange is None:
-        store, own = _store_of_job(placement, launcher, environ, process, timeout)
-    else:
-        store, own, secret = _store_by(exchange, placement, launcher, environ, name, timeout)
-    process.choose_interface(None if own is None else interface_with(own))
-    store.set_timeout(timeout)
-    return PrefixStore(name, store), secret
+    return _Meeting(placement, launcher_named(placement.launcher), environ, process, timeout).meet()
 
 
-def _choose_exchange(
-    placement: Placement,
-    launcher: Launcher,
-    job: str | None,
-    environ: Mapping[str, str],
-    process: ProcessState,
-    timeout_s: float,
-) -> Exchange | None:
-    """Returns a function that broadcasts a line of rank 0's to the other ranks; None under plain srun.
+@dataclass(frozen=True)
+class _Meeting:
+    """The ranks of a job that connect in one `init`."""
 
-    Every rank calls that function with the same key; rank 0 passes the line, the others None, and all get the line.
-    """
-    if placement.one_host and job is not None:
-        return functools.partial(_exchange_on_host, placement, job, timeout_s)
-    mpi = _running_mpi()
-    if mpi is not None and (mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()) == (placement.rank, placement.size):
-        return lambda _, value: str(mpi.COMM_WORLD.bcast(value))
-    if "PMIX_RANK" in environ and "PMIX_NAMESPACE" in environ:
-        return lambda key, value: exchange_by_pmix(environ, key, value, timeout_s)
-    if "PMI_FD" in environ or launcher.is_asked_by_pmi:
-        inherited = environ.get("PMI_FD", "")
-        connection = process.keep("PMI", inherited, lambda: PmiConnection(inherited), PmiConnection.close).fd
-        return lambda key, value: exchange_by_pmi(connection, key, value, timeout_s)
-    if launcher.nodelist is not None:
+    placement: Placement
+    launcher: Launcher
+    environ: Mapping[str, str]
+    process: ProcessState
+    timeout: timedelta
+
+    def meet(self) -> tuple[Store, bytes | None]:
+        job = self._name_of_job()
+        name = f"init{self.process.next_init((self.launcher.name, job))}"
+        exchange = self._choose_exchange(job)
+        secret = None
+        if exchange is None:
+            store, own = self._store_of_job()
+        else:
+            store, own, secret = self._store_by(exchange, f"hvdlite.{name}")
+        self.process.choose_interface(None if own is None else interface_with(own))
+        store.set_timeout(self.timeout)
+        return PrefixStore(name, store), secret
+
+    def _choose_exchange(self, job: str | None) -> Exchange | None:
+        """Returns a function that broadcasts a line of rank 0's to the other ranks; None under plain srun.
+
+        Every rank calls that function with the same key; rank 0 passes the line, the others None, and all get the line.
+        """
+        placement, environ, timeout_s = self.placement, self.environ, self.timeout.total_seconds()
+        if placement.one_host and job is not None:
+            return lambda key, value: self._exchange_on_host(f"{job}/{key}", value)
+        mpi = _running_mpi()
+        own = (placement.rank, placement.size)
+        if mpi is not None and (mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()) == own:
+            return lambda _, value: str(mpi.COMM_WORLD.bcast(value))
+        if "PMIX_RANK" in environ and "PMIX_NAMESPACE" in environ:
+            return lambda key, value: exchange_by_pmix(environ, key, value, timeout_s)
+        if "PMI_FD" in environ or self.launcher.is_asked_by_pmi:
+            inherited = environ.get("PMI_FD", "")
+            connection = self.process.keep("PMI", inherited, lambda: PmiConnection(inherited), PmiConnection.close).fd
+            return lambda key, value: exchange_by_pmi(connection, key, value, timeout_s)
+        if self.launcher.nodelist is not None:
+            return None
+        raise LaunchEnvironmentError(
+            f"{self.launcher.name} has set neither PMIX_RANK and PMIX_NAMESPACE nor PMI_FD, so its ranks cannot find "
+            "each other: set MASTER_ADDR and MASTER_PORT for every rank (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
+        )
+
+    def _name_of_job(self) -> str | None:
+        """Returns a name that is unique among the jobs that run on this host; None if there is no job id."""
+        if self.launcher.job_id:
+            return f"{os.getuid()}/{self.launcher.job_id[0]}/{self._id_of_job()}"
+        if "PMIX_NAMESPACE" in self.environ and "PMIX_SERVER_URI2" in self.environ:
+            # Another job may use the namespace again; the address of the job's server is unique while it runs.
+            server = self.environ["PMIX_SERVER_URI2"].rpartition("/")[2]
+            return f"{os.getuid()}/pmix/{self.environ['PMIX_NAMESPACE'][-40:]}/{server}"
         return None
-    raise LaunchEnvironmentError(
-        f"{launcher.name} has set neither PMIX_RANK and PMIX_NAMESPACE nor PMI_FD, so its ranks cannot find each "
-        "other: set MASTER_ADDR and MASTER_PORT for every rank (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
-    )
 
+    def _id_of_job(self) -> str:
+        return ".".join(self.environ.get(name, "") for name in self.launcher.job_id)
 
-def _name_of_job(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
-    """Returns a name that is unique among the jobs that run on this host; None if the launcher sets no job id."""
-    if launcher.job_id:
-        return f"{os.getuid()}/{launcher.job_id[0]}/{_id_of_job(launcher, environ)}"
-    if "PMIX_NAMESPACE" in environ and "PMIX_SERVER_URI2" in environ:
-        # The namespace alone may be used again by another job; the address of the job's server is unique while it runs.
-        server = environ["PMIX_SERVER_URI2"].rpartition("/")[2]
-        return f"{os.getuid()}/pmix/{environ['PMIX_NAMESPACE'][-40:]}/{server}"
-    return None
+    def _exchange_on_host(self, name: str, value: str | None) -> str:
+        if value is None:
+            return ask_local_rank_0(name, self.placement.rank, self.timeout.total_seconds())
+        give_to_local_ranks(name, value, self.placement.size, self.timeout.total_seconds())
+        return value
 
+    def _store_by(self, exchange: Exchange, key: str) -> tuple[Store, str | None, bytes]:
+        """Returns the store, this host's own address on the route to it, and rank 0's secret."""
+        placement = self.placement
+        if placement.rank != 0:
+            address, port, secret = exchange(key, None).split("/")
+            store = self._connect(address, int(port))
+            return store, LOOPBACK if placement.one_host else own_address([address]), secret.encode()
+        own = LOOPBACK if placement.one_host else own_address(self._outward())
+        if own is None:
+            raise LaunchEnvironmentError(
+                f"no address of {placement.host}, where rank 0 runs, was found that other hosts can reach: set "
+                "MASTER_ADDR and MASTER_PORT for every rank"
+            )
+        store = self._serve(own, 0)
+        secret = new_secret()
+        exchange(key, f"{own}/{store.port}/{secret}")  # without spaces and equals signs, which PMI does not allow
+        return store, own, secret.encode()
 
-def _id_of_job(launcher: Launcher, environ: Mapping[str, str]) -> str:
-    return ".".join(environ.get(name, "") for name in launcher.job_id)
+    def _outward(self) -> list[str]:
+        """Returns names and addresses on the side of the other ranks, best first, for rank 0's `own_address`."""
+        others: list[str] = []
+        if self.launcher.nodelist is not None:
+            others = hosts_of_job(self.launcher, self.environ)[-1:]
+        elif self.launcher.own_addresses is not None:
+            # OpenMPI's format: "...;tcp://10.0.0.1,10.1.0.1:4000;tcp6://[fd00::1]:4001".
+            listed = self.environ.get(self.launcher.own_addresses, "")
+            groups = re.findall(r"tcp6?://\[?([0-9a-fA-F:.,]+?)\]?:\d+", listed)
+            others = [address for group in groups for address in group.split(",")]
+        return [*others, *ELSEWHERE, self.placement.host]
 
+    def _store_of_job(self) -> tuple[Store, str | None]:
+        """Returns the store of a plain srun job, on its first host, and this host's own address on the route to it."""
+        placement, hosts = self.placement, hosts_of_job(self.launcher, self.environ)
+        if placement.rank == 0 and placement.node != "0":
+            raise LaunchEnvironmentError(
+                f"rank 0 is not on {hosts[0]}, the first host of {self.launcher.nodelist}, where the others look for "
+                "it: set MASTER_ADDR and MASTER_PORT for every rank, or use srun --mpi=pmix"
+            )
+        port = port_of_job(self.launcher, self.environ)
+        as_whom = () if placement.rank == 0 else (placement.rank, placement.size)
+        try:
+            # Kept for later calls of init(): otherwise a rank could connect to a server that is just closing.
+            store = self.process.keep("store", (tuple(hosts), port, *as_whom), lambda: self._store_at(hosts, port))
+        except (RuntimeError, OSError) as error:
+            if placement.rank != 0:
+                raise  # rank 0 has not opened the store in time
+            raise LaunchEnvironmentError(
+                f"rank 0 cannot listen on port {port} of {placement.host}, which follows from the step's id: set "
+                f"MASTER_ADDR and another MASTER_PORT for every rank, or use srun --mpi=pmix or --resv-ports ({error})"
+            ) from error
+        # Two jobs may compute the same port, and ranks of one connect to the store of the other: separate their keys.
+        of_job = PrefixStore(f"job.{self._id_of_job()}", store)
+        return of_job, own_address([hosts[-1] if placement.rank == 0 else hosts[0]])
 
-def _exchange_on_host(placement: Placement, job: str, timeout_s: float, key: str, value: str | None) -> str:
-    if value is None:
-        return ask_local_rank_0(f"{job}/{key}", placement.rank, timeout_s)
-    give_to_local_ranks(f"{job}/{key}", value, placement.size, timeout_s)
-    return value
+    def _store_at(self, hosts: Sequence[str], port: int) -> TCPStore:
+        own = own_address([hosts[-1]]) if self.placement.rank == 0 else None
+        # On all interfaces, unless hosts[0] resolves to `own` here: the others connect to what the name is to them.
+        return (
+            self._connect(hosts[0], port) if own is None or not _is_name_of(hosts[0], own) else self._serve(own, port)
+        )
+
+    def _connect(self, host: str, port: int) -> TCPStore:
+        """Opens the store at an address; rank 0 serves it there."""
+        is_master, size = self.placement.rank == 0, self.placement.size
+        return TCPStore(host, port, size, is_master=is_master, timeout=self.timeout, wait_for_workers=False)
+
+    def _serve(self, own: str, port: int) -> TCPStore:
+        """Opens rank 0's store on one address of this host alone; with port 0 the kernel chooses the port."""
+        family = socket.AF_INET6 if ":" in own else socket.AF_INET
+        listener = socket.create_server((own, port), family=family, backlog=max(128, self.placement.size))
+        return TCPStore(
+            own,
+            listener.getsockname()[1],
+            self.placement.size,
+            is_master=True,
+            timeout=self.timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
 
 class PmiConnection:
@@ -164,116 +249,11 @@ def _running_mpi() -> Any:
     return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
 
 
-def _store_by(
-    exchange: Exchange,
-    placement: Placement,
-    launcher: Launcher,
-    environ: Mapping[str, str],
-    name: str,
-    timeout: timedelta,
-) -> tuple[Store, str | None, bytes]:
-    """Opens the store, with its address broadcast by ``exchange``.
-
-    Returns the store, this host's own address on the route to it, and rank 0's secret.
-    """
-    key = f"hvdlite.{name}"
-    if placement.rank != 0:
-        address, told_port, secret = exchange(key, None).split("/")
-        store = TCPStore(
-            address, int(told_port), placement.size, is_master=False, timeout=timeout, wait_for_workers=False
-        )
-        return store, LOOPBACK if placement.one_host else own_address([address]), secret.encode()
-    own = LOOPBACK if placement.one_host else own_address(_outward(placement, launcher, environ))
-    if own is None:
-        raise LaunchEnvironmentError(
-            f"no address of {placement.host}, where rank 0 runs, was found that other hosts can reach: set MASTER_ADDR "
-            "and MASTER_PORT for every rank"
-        )
-    store = _serve_store(own, 0, placement.size, timeout)
-    secret = new_secret()
-    exchange(key, f"{own}/{store.port}/{secret}")  # without spaces and equals signs, which PMI does not allow
-    return store, own, secret.encode()
-
-
-def _outward(placement: Placement, launcher: Launcher, environ: Mapping[str, str]) -> list[str]:
-    """Returns names and addresses on the side of the other ranks, best first, for rank 0's `own_address`."""
-    others: list[str] = []
-    if launcher.nodelist is not None:
-        others = hosts_of_job(launcher, environ)[-1:]
-    elif launcher.own_addresses is not None:
-        # OpenMPI's format: "...;tcp://10.0.0.1,10.1.0.1:4000;tcp6://[fd00::1]:4001".
-        groups = re.findall(r"tcp6?://\[?([0-9a-fA-F:.,]+?)\]?:\d+", environ.get(launcher.own_addresses, ""))
-        others = [address for group in groups for address in group.split(",")]
-    return [*others, *ELSEWHERE, placement.host]
-
-
-def _store_of_job(
-    placement: Placement,
-    launcher: Launcher,
-    environ: Mapping[str, str],
-    process: ProcessState,
-    timeout: timedelta,
-) -> tuple[Store, str | None]:
-    """Opens the store of a plain srun job, on its first host, without any exchange between the ranks.
-
-    Returns the store, and this host's own address on the route to it.
-    """
-    hosts = hosts_of_job(launcher, environ)
-    if placement.rank == 0 and placement.node != "0":
-        raise LaunchEnvironmentError(
-            f"rank 0 is not on {hosts[0]}, the first host of {launcher.nodelist}, where the others look for it: set "
-            "MASTER_ADDR and MASTER_PORT for every rank, or use srun --mpi=pmix"
-        )
-    port, is_master = port_of_job(launcher, environ), placement.rank == 0
-    try:
-        # Kept for later calls of init(): otherwise a rank could connect to a server that is just closing.
-        store = process.keep(
-            "store",
-            (tuple(hosts), port) if is_master else (tuple(hosts), port, placement.rank, placement.size),
-            lambda: _store_at(hosts, port, placement.size, is_master, timeout),
-        )
-    except (RuntimeError, OSError) as error:
-        if placement.rank != 0:
-            raise  # rank 0 has not opened the store in time
-        raise LaunchEnvironmentError(
-            f"rank 0 cannot listen on port {port} of {placement.host}, which follows from the step's id: set "
-            f"MASTER_ADDR and another MASTER_PORT for every rank, or use srun --mpi=pmix or --resv-ports ({error})"
-        ) from error
-    # Two jobs may compute the same port, and ranks of one connect to the store of the other: separate their keys.
-    of_job = PrefixStore(f"job.{_id_of_job(launcher, environ)}", store)
-    return of_job, own_address([hosts[-1] if placement.rank == 0 else hosts[0]])
-
-
-def _store_at(hosts: Sequence[str], port: int, size: int, is_master: bool, timeout: timedelta) -> Store:
-    if not is_master:
-        return TCPStore(hosts[0], port, size, is_master=False, timeout=timeout, wait_for_workers=False)
-    own = own_address([hosts[-1]])
-    # On all interfaces, unless hosts[0] resolves to `own` here: the others connect to what the name is to them.
-    if own is None or not _is_name_of(hosts[0], own):
-        return TCPStore(hosts[0], port, size, is_master=True, timeout=timeout, wait_for_workers=False)
-    return _serve_store(own, port, size, timeout)
-
-
 def _is_name_of(host: str, address: str) -> bool:
     try:
         return any(found[4][0] == address for found in socket.getaddrinfo(host, None))
     except OSError:
         return False
-
-
-def _serve_store(own: str, port: int, size: int, timeout: timedelta) -> TCPStore:
-    """Opens rank 0's store on one address of this host; with port 0 the kernel chooses the port."""
-    family = socket.AF_INET6 if ":" in own else socket.AF_INET
-    listener = socket.create_server((own, port), family=family, backlog=max(128, size))
-    return TCPStore(
-        own,
-        listener.getsockname()[1],
-        size,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def port_of_job(launcher: Launcher, environ: Mapping[str, str]) -> int:
@@ -293,30 +273,21 @@ def hosts_of_job(launcher: Launcher, environ: Mapping[str, str]) -> list[str]:
     assert launcher.nodelist is not None, "the caller has asked"
     text = environ.get(launcher.nodelist, "")
     try:
-        return _expand_nodelist(text)
+        if _LIST.fullmatch(text) is not None:
+            return [host for item in _ITEM.findall(text) for host in _expand_item(item)]
     except ValueError:
-        shown = text if len(text) <= 80 else text[:77] + "..."
-        raise LaunchEnvironmentError(
-            f"{launcher.nodelist}={shown!r} is not a list of hosts such as node[1-3,7]; {launcher.name} sets it, so "
-            "something has changed it since"
-        ) from None
-
-
-def _expand_nodelist(text: str) -> list[str]:
-    """Expands a list in Slurm's notation to host names; raises a ValueError for any other text."""
-    if _LIST.fullmatch(text) is None:
-        raise ValueError("it is no list")
-    return [host for item in _ITEM.findall(text) for host in _expand_item(item)]
+        pass
+    shown = text if len(text) <= 80 else text[:77] + "..."
+    raise LaunchEnvironmentError(
+        f"{launcher.nodelist}={shown!r} is not a list of hosts such as node[1-3,7]; {launcher.name} sets it, so "
+        "something has changed it since"
+    )
 
 
 def _expand_item(item: str) -> list[str]:
-    choices = []
-    count = 1
-    for ranges, literal in _PART.findall(item):
-        choices.append([literal] if literal else _expand_ranges(ranges))
-        count *= len(choices[-1])
-        if count > _MOST_HOSTS:
-            raise ValueError(f"{count} hosts")
+    choices = [[literal] if literal else _expand_ranges(ranges) for ranges, literal in _PART.findall(item)]
+    if math.prod(map(len, choices)) > _MOST_HOSTS:
+        raise ValueError("too many hosts")
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 

@@ -36,7 +36,6 @@ class StoreClient:
     """Sends requests to one agent. Threads may use it concurrently: each waiting request has its own connection."""
 
     def __init__(self, path: str) -> None:
-        """Takes the path of the agent's socket; connects at the first request."""
         self._path = path
         self._idle: list[_StoreConnection] = []
         self._busy: set[_StoreConnection] = set()
@@ -44,7 +43,7 @@ class StoreClient:
 
     @classmethod
     def from_url(cls, url: str) -> StoreClient:
-        """Makes a client from the URL that hvdlite-run sets in HVDLITE_STORE."""
+        """Makes a client from HVDLITE_STORE. It connects to the agent's socket at the first request."""
         scheme, separator, path = url.partition("://")
         if scheme != "unix" or not separator or not path.startswith("/"):
             raise LaunchEnvironmentError(
@@ -79,16 +78,15 @@ class StoreClient:
         """Returns the values of the keys; blocks until all are set."""
         return self.request(StoreRequest.GET, keys, timeout_s)
 
+    # A value of any size is set in chunks. Its own key is set last, because readers wait for it.
+
     def set_large(self, key: bytes, value: bytes) -> None:
-        """Sets a value of any size, in chunks; `get_large` reads it."""
         starts = range(0, len(value), CHUNK_BYTES)
         for number, start in enumerate(starts):
             self.set({chunk_key(key, number): value[start : start + CHUNK_BYTES]})
-        # Last, because readers wait for this key.
         self.set({key: b"%d" % len(starts)})
 
     def get_large(self, key: bytes, timeout_s: float | None = None) -> bytes:
-        """Returns a value that `set_large` has set; blocks until it is complete."""
         (count,) = self.get([key], timeout_s)
         return b"".join([self.get([chunk_key(key, number)], timeout_s)[0] for number in range(int(count))])
 

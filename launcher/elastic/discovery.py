@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import IO
 
 from ..errors import LauncherError, UsageError, in_words
 from ..plan.hosts import AUTO, Host, find_this_machine, parse_host
@@ -26,7 +27,6 @@ from ..system.terminal_text import one_line
 
 _MOST_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 200
-# Interval between checks of a run whose shell has ended while its output is still open, or the other way round.
 _LOOK_S = 0.05
 _REAP_S = 1.0
 # How long the end of a job waits for a run to end: not for name servers, which may take any time to answer.
@@ -48,7 +48,7 @@ class Discovery:
         put: Callable[[HostsFound | DiscoveryFailed], object],
         say: Callable[[str], object],
     ) -> None:
-        """``put`` is called with each event, and ``say`` with text for the user; both in the discovery's own thread."""
+        """``put`` is called with each event, and ``say`` with text for the user; both in a thread of its own."""
         self._script = script
         self._put = put
         self._say = say
@@ -110,8 +110,8 @@ def discover(script: DiscoveryScript) -> tuple[Host, ...]:
 
 
 def _printed_hosts(script: DiscoveryScript, is_closed: Callable[[], bool]) -> tuple[Host, ...]:
-    output = run_script(script, is_closed)
-    return tuple(parse_discovered(output.decode(errors="backslashreplace"), script.slots_per_host))
+    text = run_script(script, is_closed).decode(errors="backslashreplace")
+    return tuple(parse_discovered(text, script.slots_per_host))
 
 
 def parse_discovered(text: str, slots_per_host: int) -> list[Host]:
@@ -145,81 +145,49 @@ def parse_discovered(text: str, slots_per_host: int) -> list[Host]:
 def run_script(script: DiscoveryScript, is_closed: Callable[[], bool]) -> bytes:
     """Returns the output of one run; raises `ScriptError` if it fails. Ends all processes that the run started.
 
-    The run is killed if it takes too long, prints too much, or ``is_closed`` returns True.
+    The run is killed if it takes too long, prints too much, or ``is_closed`` returns True. It prints into files: a
+    process that it has left running may keep these open, and nobody waits for it.
     """
-    process = subprocess.Popen(
-        process_tree.as_before(["/bin/sh", "-c", script.command]),
-        cwd=script.cwd,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        bufsize=0,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    with process.stdout, process.stderr:
-        stdout, stderr = process.stdout.fileno(), process.stderr.fileno()
-        outputs = {stdout: bytearray(), stderr: bytearray()}
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(
+            process_tree.as_before(["/bin/sh", "-c", script.command]),
+            cwd=script.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
         try:
-            _read_until_end(process, outputs, time.monotonic() + script.limit_s, is_closed)
-        except TimeoutError:
-            raise ScriptError(f"it ran for {script.limit_s:g} s, and was killed{_last_line(outputs[stderr])}") from None
+            give_up_at = time.monotonic() + script.limit_s
+            while not _has_ended(process):
+                if max(_size(stdout), _size(stderr)) > _MOST_BYTES:
+                    raise ScriptError("it printed more than any list of hosts has, and was killed")
+                if time.monotonic() > give_up_at:
+                    raise ScriptError(f"it ran for {script.limit_s:g} s, and was killed{_last_line(stderr)}")
+                if is_closed():
+                    raise ScriptError("the job ends")
         finally:
             process_tree.kill_tree(process.pid)
             process.wait()
             _reap_group(process.pid)
-    if code := process.returncode:
-        how = {126: "it cannot be executed", 127: "it was not found"}.get(code, f"it ended with exit code {code}")
-        raise ScriptError((how if code > 0 else f"it was killed by {signal_name(-code)}") + _last_line(outputs[stderr]))
-    return bytes(outputs[stdout])
+        if code := process.returncode:
+            how = {126: "it cannot be executed", 127: "it was not found"}.get(code, f"it ended with exit code {code}")
+            raise ScriptError((how if code > 0 else f"it was killed by {signal_name(-code)}") + _last_line(stderr))
+        if _size(stdout) > _MOST_BYTES:
+            raise ScriptError("it printed more than any list of hosts has")
+        return os.pread(stdout.fileno(), _MOST_BYTES, 0)
 
 
-def _read_until_end(
-    process: subprocess.Popen[bytes],
-    outputs: Mapping[int, bytearray],
-    give_up_at: float,
-    is_closed: Callable[[], bool],
-) -> None:
-    """Reads until the script has ended, even if a process that it started keeps its output open.
-
-    Raises a TimeoutError at ``give_up_at``, by the monotonic clock, and a `ScriptError` if it is to be killed sooner.
-    """
-    still_open = set(outputs)
-    for descriptor in outputs:
-        os.set_blocking(descriptor, False)
-    while True:
-        has_ended = process.poll() is not None  # before reading, so that nothing is missed
-        still_open = {descriptor for descriptor in still_open if _drain(descriptor, outputs[descriptor])}
-        if any(len(output) > _MOST_BYTES for output in outputs.values()):
-            raise ScriptError("it printed more than any list of hosts has, and was killed")
-        if has_ended:
-            return
-        if time.monotonic() > give_up_at:
-            raise TimeoutError
-        if is_closed():
-            raise ScriptError("the job ends")
-        if still_open:
-            poll = select.poll()  # unlike `select`, for descriptors above 1023 too
-            for descriptor in still_open:
-                poll.register(descriptor, select.POLLIN)
-            poll.poll(_LOOK_S * 1000)
-        else:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=_LOOK_S)
-
-
-def _drain(descriptor: int, output: bytearray) -> bool:
-    """Reads the available bytes, up to `_MOST_BYTES`; returns False at the end of the output."""
-    while len(output) <= _MOST_BYTES:
-        try:
-            data = os.read(descriptor, 1 << 16)
-        except BlockingIOError:
-            return True
-        if not data:
-            return False
-        output += data
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    try:
+        process.wait(_LOOK_S)
+    except subprocess.TimeoutExpired:
+        return False
     return True
+
+
+def _size(file: IO[bytes]) -> int:
+    return os.fstat(file.fileno()).st_size
 
 
 def _reap_group(pid: int) -> None:
@@ -231,8 +199,9 @@ def _reap_group(pid: int) -> None:
                 time.sleep(0.005)
 
 
-def _last_line(stderr: bytearray) -> str:
-    lines = stderr.decode(errors="backslashreplace").split("\n")
+def _last_line(stderr: IO[bytes]) -> str:
+    end = os.pread(stderr.fileno(), _MOST_BYTES, max(0, _size(stderr) - _MOST_BYTES))
+    lines = end.decode(errors="backslashreplace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f": {one_line(last)[:_SHOWN_CHARACTERS]}" if last else ""
 

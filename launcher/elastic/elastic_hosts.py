@@ -49,7 +49,6 @@ class ElasticHosts:
         self._have_been_known = False
 
     def found(self, hosts: Mapping[str, int]) -> None:
-        """Sets the hosts that are wanted, and the number of slots of each."""
         self._wanted = dict(hosts)
 
     def connect(self, now_s: float, barred_until_s: Callable[[str], float]) -> None:
@@ -73,7 +72,6 @@ class ElasticHosts:
         self._say(f"{label} is a further name of {first}, and not a host of its own")
 
     def not_there_yet(self, label: str, cause: str, why: str) -> None:
-        """Notes that a host cannot be connected to so far; tells the user once."""
         if (host := self._connecting.get(label)) is not None:
             if host.why_not_there is None:
                 self._say(not_there_yet(label, cause, self.start_timeout_s))
@@ -106,7 +104,6 @@ class ElasticHosts:
             self.lost(label)
 
     def ran_worker(self, label: str) -> None:
-        """Notes that a worker of the job has come to hvd.init() on a host."""
         if label in self._connected:
             self._connected[label].has_run_worker = True
 
@@ -129,7 +126,7 @@ class ElasticHosts:
     def have_been_known(self) -> bool:
         """Whether the hosts that were found first are known, for which the first generation waits.
 
-        Each has answered, failed, or is not there yet while there are others that can be used.
+        Each has answered, failed, or is not there yet while others can be used.
         """
         if not self._have_been_known:
             not_there = all(host.why_not_there is not None for host in self._connecting.values())
@@ -160,9 +157,7 @@ class ElasticHosts:
         self._connections.start_worker(label, worker, variables, hellos)
 
     def label_here(self) -> str:
-        """Returns the label of the launcher's own machine, for an agent's refusal that names no host."""
         return self._connections.label_here()
 
     def knows(self, label: str) -> bool:
-        """Whether a host is connected, or being connected to."""
         return label in self._connecting or label in self._connected or label in self._same_as

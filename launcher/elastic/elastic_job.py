@@ -1,11 +1,11 @@
-"""Runs an elastic job: carries out what `membership` decides, until no generation can follow.
+"""
+Runs an elastic job: carries out what `membership` decides, until no generation can follow.
 
     events ──► ElasticJob ──► Membership ──► workers to start and to end, ranks in the store, lines on the screen
 
 `supervisor` calls it. In hvd.init() a worker asks for its rank in the next generation, and reads it in the store: see
-`rank_assignments`. What is known of one worker is a `RunningWorker`, what is known of one generation a
-`RunningGeneration`, and `elastic_hosts` has the hosts. Once nothing can follow, `first_failure` judges the ends of the
-last generation's workers, as in a job that is not elastic.
+`rank_assignments`. Once nothing can follow, `first_failure` judges the ends of the last generation's workers, as in a
+job that is not elastic.
 """
 
 from __future__ import annotations
@@ -59,18 +59,19 @@ from .rank_assignments import RankAssignments
 
 @dataclass
 class RunningWorker:
-    """A worker that was started and has not ended."""
+    """A worker that was started and has not ended.
+
+    ``is_dismissed``: it was told that it has no place in later generations. ``why_signalled``: why it was told to end
+    by a signal, and ``kill_at_s``: when SIGKILL follows. ``why_refused``: it could not be started, and its end is only
+    to be counted.
+    """
 
     number: int
     host: str
     is_dismissed: bool = False
-    """Whether it was told that it has no place in later generations."""
     why_signalled: str | None = None
-    """Why it was told to end by a signal, if it was."""
     kill_at_s: float | None = None
-    """When SIGKILL follows that signal; None if it is not to."""
     why_refused: str | None = None
-    """Why it could not be started, if its end is only to be counted."""
 
     @property
     def ends_by_itself(self) -> bool:
@@ -79,19 +80,20 @@ class RunningWorker:
 
 @dataclass
 class RunningGeneration:
-    """The ranks of one generation, and what has happened to them. Number 0 has none: the time before the first."""
+    """The ranks of one generation, and what has happened to them. Number 0 has none: the time before the first.
+
+    ``host_of`` and ``names`` have its members' hosts and words for them by their numbers, in the order of their ranks.
+    ``ends``: how its members have ended, in order; before the first generation, how any worker has.
+    ``has_ended_members``: some were ended since others could not go on for them.
+    """
 
     number: int = 0
     host_of: dict[int, str] = field(default_factory=dict)
-    """The hosts of its members by their numbers, in the order of their ranks."""
     names: dict[int, str] = field(default_factory=dict)
-    """The words for its members, with their ranks."""
     connected: set[int] = field(default_factory=set)
     ends: list[Exited | Lost] = field(default_factory=list)
-    """How its members have ended, in order; before the first generation, how any worker has."""
     why_gone: dict[int, str] = field(default_factory=dict)
     has_ended_members: bool = False
-    """Whether some members were ended since others could not go on for them."""
 
     @property
     def is_met(self) -> bool:
@@ -145,11 +147,8 @@ class ElasticJob:
         self._is_over = False
         self.table = GenerationTable()
 
-    # ------------------------------------------------------------------ events
-
     @property
     def goes_on(self) -> bool:
-        """Whether the job may go on though no worker runs."""
         return not self._is_over
 
     @property
@@ -262,7 +261,7 @@ class ElasticJob:
         self._screen.say(why)
         for worker in workers:
             del self._workers[worker]
-            self._forget(worker)
+            self._forget(worker)  # the roster keeps it until it is reported
             self._screen.finish(worker)
         if any(map(self._generation.concerns, workers)):
             self._generation.ends.append(lost)
@@ -291,14 +290,11 @@ class ElasticJob:
             self._post(Exited(refused.worker, refused.exit_code))
 
     def decide(self, outcome: JobOutcome) -> None:
-        """Sets the outcome, unless there is an earlier cause."""
         self._judge.decide(outcome)
 
     def settle(self) -> None:
         """Names the worker that failed first, once nothing can follow."""
         self._judge.settle()
-
-    # -------------------------------------------------------------------- time
 
     def time_left_s(self) -> float | None:
         """Returns the seconds until `time_passes` must be called, or None."""
@@ -348,8 +344,6 @@ class ElasticJob:
             )
         )
 
-    # ------------------------------------------------------------------- hosts
-
     def _look_at_hosts(self) -> None:
         """Connects to hosts, hangs up on those that have been removed, and has the membership use the others."""
         if not self._decides():
@@ -381,8 +375,6 @@ class ElasticJob:
             if self._hosts.give_up(host):
                 # `on_lost` hangs up on it, whereupon its agent kills all processes there.
                 self._post(Lost(host, why))
-
-    # ----------------------------------------------------------------- actions
 
     def _do(self, actions: Collection[Action]) -> None:
         for action in actions:
@@ -428,13 +420,12 @@ class ElasticJob:
             f"it did not respond for {self._hangs.limit_s:g} s (--hang-timeout), and others waited for it: its "
             "process was stopped, or a C extension held the interpreter's lock"
         )
-        # At once: a stopped process keeps SIGTERM for later, and a Python handler has no turn in one that hangs.
+        # A stopped process keeps SIGTERM for later, and a Python handler has no turn in one that hangs.
         self._end_workers(workers, why, signal.SIGKILL, is_failure=True)
 
     def _end_workers(
         self, workers: Collection[int], why: str, signum: int = signal.SIGTERM, *, is_failure: bool = False
     ) -> None:
-        """``is_failure``: see `EndWorkers`."""
         generation = self._generation
         for number in workers:
             worker = self._workers[number]
@@ -494,8 +485,6 @@ class ElasticJob:
                 )
             )
 
-    # -------------------------------------------------------------------- ends
-
     def _lose(self, workers: Collection[int], why: str) -> None:
         """Notes why workers are lost, and revokes their generation, so that no rank waits for them."""
         generation = self._generation
@@ -504,16 +493,12 @@ class ElasticJob:
             self._assignments.revoke(generation.number, why)
 
     def _forget(self, worker: int) -> None:
-        """Deletes what the store has of a worker that has ended. The roster keeps it until it is reported."""
         self._assignments.forget(worker)
         self._hangs.forget(worker)
         self._links.forget(worker)
 
     def _let_fail(self, why: str | None, *, is_limit: bool = False) -> None:
-        """Ends the job since no generation can follow. Without ``why``, the ends of the workers explain it.
-
-        ``is_limit``: the failure that led to it is told, too.
-        """
+        """Ends the job since no generation can follow; ``is_limit``: the failure that led to it is told, too."""
         generation = self._generation
         if why is not None:
             self._end(JobOutcome(1, f"{why}. {self._last_failure}" if is_limit and self._last_failure else why))

@@ -42,9 +42,8 @@ class _Host:
     slots: int = 0
     failures: int = 0
     barred_until_s: float = -math.inf
-    # By slot: when its workers have failed, within the window.
+    # By slot: when its workers have failed within the window, and how many in a row before they were ranks.
     failed_at_s: dict[int, list[float]] = field(default_factory=dict)
-    # By slot: how many of the last workers in a row have failed before they were ranks.
     never_ranks: Counter[int] = field(default_factory=Counter)
 
     @property
@@ -58,8 +57,8 @@ class HostSlots:
     def __init__(self, policy: Policy, jitter: Callable[[], float], rest_s: float) -> None:
         """``jitter`` draws a number from 0 to 1, for cooldowns.
 
-        A slot whose worker has failed before it was a rank rests for ``rest_s``, then twice, then four times as long.
-        So a command that cannot be started for a moment does not use up all restarts in that moment.
+        A slot whose worker has failed before it was a rank rests for ``rest_s``, then twice, then four times as long: a
+        command that cannot be started for a moment does not use up all restarts in it.
         """
         self._rest_s = rest_s
         self._cooldown_s = policy.cooldown_s
@@ -90,7 +89,7 @@ class HostSlots:
         self._now_s = now_s
 
     def bar(self, host: str, now_s: float) -> None:
-        """Excludes a host until its cooldown is over, which doubles with each failure; without a cooldown, for ever."""
+        """Excludes a host until its cooldown is over, which doubles with each failure; without one, for ever."""
         record = self._hosts[host]
         record.barred_until_s = math.inf
         if self._cooldown_s is not None:
@@ -120,15 +119,12 @@ class HostSlots:
         return min((at_s for at_s in changes if math.isfinite(at_s)), default=None)
 
     def barred_until_s(self, host: str) -> float:
-        """Returns when a host's cooldown is over; infinite if it never is."""
         return self._hosts[host].barred_until_s if host in self._hosts else -math.inf
 
     def barred(self) -> list[str]:
-        """Returns the hosts that are excluded now."""
         return [label for label, host in self._hosts.items() if host.slots and not host.is_usable]
 
     def usable(self) -> dict[str, int]:
-        """Returns the slots of the hosts that may get workers."""
         return {label: host.slots for label, host in self._hosts.items() if host.is_usable}
 
     def is_there(self, place: Place) -> bool:
@@ -186,8 +182,8 @@ class PlacedWorker:
     """A running worker, and what it has asked for.
 
     ``since`` is the first generation that it was in. ``asks_after`` is the last one (0 if none), once it asks for the
-    next; ``newcomers`` is what it says then of workers that have been in none. ``why_dismissed``: why it was told to
-    end, if it was; its end is then no failure.
+    next; ``newcomers`` is what it says then of workers that have been in none. ``why_dismissed``: its end is then no
+    failure.
     """
 
     number: int
@@ -199,12 +195,8 @@ class PlacedWorker:
     is_being_ended: bool = False
 
     @property
-    def is_dismissed(self) -> bool:
-        return self.why_dismissed is not None
-
-    @property
     def may_be_rank(self) -> bool:
-        return not self.is_dismissed and not self.is_being_ended
+        return self.why_dismissed is None and not self.is_being_ended
 
     def __str__(self) -> str:
         return f"worker {self.number} on {self.place.host}"
@@ -220,7 +212,6 @@ class ElasticWorkers:
         self.current: ElasticGeneration | None = None
 
     def add(self, place: Place) -> PlacedWorker:
-        """Returns a new worker in a slot. Its number was never used."""
         worker = self.running[self._next_number] = PlacedWorker(self._next_number, place)
         self._next_number += 1
         return worker
@@ -247,7 +238,6 @@ class ElasticWorkers:
         return [each for each in self.running.values() if each.may_be_rank]
 
     def asking(self) -> list[PlacedWorker]:
-        """Returns those that ask for the next generation."""
         return [each for each in self.running.values() if each.asks_after is not None]
 
     def members(self) -> list[PlacedWorker]:
@@ -264,7 +254,7 @@ class ElasticWorkers:
         ]
 
     def waiting_joiners(self, most: int) -> list[PlacedWorker]:
-        """Returns those of `joiners` with which the ranks can go on, and for which there is room among ``most``."""
+        """Returns the `joiners` with which the ranks can go on, if there is room for any among ``most``."""
         members = self.members()
         # What the ranks said as they asked the last time holds for this generation, too.
         can_go_on = all(each.newcomers is not NewWorkerPolicy.NEVER for each in members)

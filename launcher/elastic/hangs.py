@@ -127,7 +127,6 @@ class Hangs:
         return [worker for worker, asked in self._asked.items() if asked.waits or worker in waiting]
 
     def _awaited(self, waiting: Collection[int], now_s: float, limit_s: float) -> list[int]:
-        """Returns the workers that have been silent for so long, if others wait."""
         silent = [
             worker for worker, asked in self._asked.items() if not asked.is_answered and now_s - asked.at_s >= limit_s
         ]
@@ -164,7 +163,7 @@ class CutLinks:
     """What the workers of one job have last said of their connections."""
 
     def __init__(self, hang_timeout_s: float) -> None:
-        """``hang_timeout_s`` is --hang-timeout; half of it is how long a connection may be silent, but at least 6 s."""
+        # How long a connection may be silent.
         self._limit_s = max(_SILENT_PART * hang_timeout_s, _SHORTEST_LIMIT_S)
         self._said: dict[int, Alive] = {}
 
@@ -175,13 +174,13 @@ class CutLinks:
         self._said.pop(worker, None)
 
     def forget_all(self) -> None:
-        """Forgets all answers: they are of the connections of a generation that has ended."""
+        """Forgets all answers, which are of the connections of a generation that has ended."""
         self._said.clear()
 
     def cut_off(self, host_of: Mapping[int, str]) -> list[CutOff]:
         """Returns the hosts to give up, so that all others reach each other; ``host_of`` has the ranks' hosts in order.
 
-        It waits until both ends' addresses are known, so that both have answered the launcher.
+        It waits until both ends have answered the launcher.
         """
         if all(since_s < self._limit_s for said in self._said.values() for since_s in said.silent_s.values()):
             return []
@@ -211,16 +210,13 @@ class RefusedLinks:
     """Which hosts refuse which, by the generations that have failed since all ranks were connected."""
 
     def __init__(self) -> None:
-        self.have_met = False
-        """Whether all ranks of any generation were connected."""
-        self.failed_meetings = 0
-        """How many generations in a row could not connect, though no rank was lost: set by `elastic_job`."""
+        self.have_met = False  # all ranks of any generation
+        self.failed_meetings = 0  # in a row, though no rank was lost: set by `elastic_job`
         self._times: Counter[frozenset[str]] = Counter()
         self._said: list[Said] = []  # in this generation
         self._counted: set[frozenset[str]] = set()
 
     def next_generation(self) -> None:
-        """What is said from now on is of another generation."""
         self._said.clear()
         self._counted.clear()
 
@@ -258,9 +254,8 @@ class RefusedLinks:
 def fewest_to_give_up(workers: Mapping[str, int], cuts: Iterable[frozenset[str]]) -> list[str]:
     """Returns the hosts to give up, so that no cut link is left between the others.
 
-    ``workers`` has the number of each host's workers; the first host is rank 0's. ``cuts`` are pairs of hosts. Given up
-    is the host that reaches the fewest workers, one after the other: so the smaller side, and if both are equal that
-    without rank 0.
+    ``workers`` has the number of each host's workers, rank 0's first. ``cuts`` are pairs of hosts. Given up is the host
+    that reaches the fewest workers, one after the other: the smaller side, and of two equal ones that without rank 0.
     """
     first = next(iter(workers))
     cut_from: dict[str, set[str]] = {host: set() for host in workers}

@@ -59,11 +59,9 @@ class ChaosReport:
     never: list[str] = field(default_factory=list)
 
     def data(self) -> dict[str, Any]:
-        """Returns the content of the JSON file."""
         return {"faults": [asdict(record) for record in self.records], "never": self.never}
 
     def text(self) -> str:
-        """Returns a table with a line for each fault, and what has not happened."""
         rows: list[Sequence[str]] = [("after", "fault", "step", "worker", "rank", "host", "its end")]
         rows += [_row(record) for record in self.records]
         lines = table(rows) if self.records else []
@@ -95,8 +93,7 @@ class JobFaults(Observer):
         self._hosts = hosts
         self._began_at = ending.clock()
         self._has_done = False  # whether a worker has ended with exit code 0
-        self.given: dict[int, tuple[ChaosFault, ...]] = {}
-        """The faults that each worker was given, by its number."""
+        self.given: dict[int, tuple[ChaosFault, ...]] = {}  # the faults of each worker, by its number
         self._begun: set[ChaosFault] = set()
         self._records: dict[int, Record] = {}  # the last fault of each worker
         self._clock_from: float | None = None
@@ -129,8 +126,6 @@ class JobFaults(Observer):
             if worker in self._records:
                 self._records[worker].end = how
 
-    # -- asked by workers
-
     def _answer(self, asked: FaultAsked) -> None:
         given = self.given.get(asked.worker, ())
         if asked.worker not in self._roster or asked.index >= len(given):
@@ -153,7 +148,6 @@ class JobFaults(Observer):
         return self._leaves_enough(fault.worker, fault.kind)
 
     def _is_left(self) -> bool:
-        """Whether the seeded faults go on."""
         count = self._spec.seeded.count if self._spec.seeded is not None else 0
         return not self._has_done and (count is None or self._seeded_count < count)
 
@@ -208,8 +202,6 @@ class JobFaults(Observer):
         if kind == "host":
             self._hosts.signal(self._roster.on_host(host), signal.SIGKILL)
         self._hosts.kill_agent(host)
-
-    # -- by the clock
 
     def time_left_s(self) -> float | None:
         """Returns the seconds until the next fault by the clock; None if none comes, as once the job ends."""

@@ -1,14 +1,14 @@
-"""Decides which workers an elastic job has, and which of them are the ranks of each generation.
+"""
+Decides which workers an elastic job has, and which of them are the ranks of each generation.
 
     hosts found, workers that ask for a generation or end, time ──► Membership ──► start, publish, notify, dismiss, end
 
 A *generation* is one world: the ranks from one hvd.init() to the next hvd.shutdown(). It ends when one of its workers
 is lost, or when its ranks leave it because hosts have changed. Each remaining worker then asks for the next one. When
 all of them have asked, it is published: the remaining workers in their order, the oldest first, then new ones. A
-worker's number is its identity, and is never used again. Its slot on its host stays the same, and its rank may change.
+worker's number is never used again. Its slot on its host stays the same, and its rank may change.
 
-`elastic_workers` knows the slots in which workers may be started, and those that run. Nothing here has a
-thread, process or clock: tests replay events.
+Nothing here has a thread, process or clock: tests replay events.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from typing import Literal
 
 from hvdlite_wire.store_requests import NewWorkerPolicy
 
@@ -29,7 +29,7 @@ _TELL_OF_LATE_S = 60.0
 REST_S = 1.0
 
 
-# The actions that `Membership` returns, for the launcher to carry out.
+# The actions that `Membership` returns, for `ElasticJob` to carry out.
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Say:
 
 @dataclass(frozen=True)
 class EndJob:
-    """No generation can follow, so the job ends. ``why`` is None if the workers' failures explain it.
+    """No generation can follow. ``why`` is None if the workers' failures explain it.
 
     ``is_limit``: a limit that the user has set is reached, so that the last failure is the cause behind it.
     """
@@ -92,22 +92,15 @@ class JobDone:
 Action = StartWorker | Publish | Notify | Dismiss | EndWorkers | Say | EndJob | JobDone
 
 
-class _WaitFor(Enum):
-    """What the next generation waits for, and who waits."""
-
-    LATE = auto()  # members that have not left the last generation; others of it have
-    STATE = auto()  # all members that there are, for which only workers wait that have no state of the training
-    MORE = auto()  # more workers
-
-
 @dataclass
 class _Wait:
-    """A wait before the next generation, from when somebody began to wait.
+    """A wait before the next generation, from when somebody began to wait; ``due_s``: when to look again.
 
-    ``due_s`` is when `time_passes` must be called.
+    For members that have not left the last generation ("late"), while others of it or only new workers ("state") wait
+    for them; or for more workers ("more").
     """
 
-    what: _WaitFor
+    what: Literal["late", "state", "more"]
     since_s: float
     is_told: bool = False
     due_s: float = math.inf
@@ -138,12 +131,9 @@ class Membership:
         """The generation that was published last."""
         return self._workers.current
 
-    # ------------------------------------------------------------ what happens
-
     def hosts_found(self, hosts: Mapping[str, int], now_s: float, *, are_wanted: bool = True) -> list[Action]:
-        """Sets the hosts and the number of slots of each. Hosts that were found first are filled first.
-
-        ``are_wanted``: whether any hosts are listed, though perhaps none can be reached yet.
+        """Sets the hosts and the slots of each. ``are_wanted``: hosts are listed, though perhaps none can be reached
+        yet.
         """
         self._has_hosts = True
         self._are_wanted = are_wanted
@@ -167,7 +157,7 @@ class Membership:
     def ended(self, worker: int, failure: str | None, now_s: float, *, was_killed: bool = False) -> list[Action]:
         """A worker has ended; ``failure`` is None if it did so with exit code 0. ``was_killed``: by a signal."""
         gone = self._workers.running.pop(worker, None)
-        if gone is None or gone.is_dismissed:
+        if gone is None or gone.why_dismissed is not None:
             return self._go_on(now_s)
         if failure is None and (self.current is None or self._workers.is_member(gone)):
             self._done.append(str(gone))
@@ -199,7 +189,6 @@ class Membership:
         return [*actions, *self._go_on(now_s)]
 
     def barred_until_s(self, host: str) -> float:
-        """Returns when a host's cooldown is over; infinite if it never is."""
         return self._slots.barred_until_s(host)
 
     def time_passes(self, now_s: float) -> list[Action]:
@@ -216,16 +205,13 @@ class Membership:
         return min((at_s for at_s in due if at_s is not None), default=None)
 
     def waiting_for_ranks(self) -> set[int]:
-        """Returns the workers in hvd.init() that wait for what the ranks of the current generation do.
-
-        Not a spare, nor a worker with which the ranks cannot go on: these get a rank only once a rank is lost, if ever.
+        """Returns the workers in hvd.init() that wait for what the ranks do: no spares, which get a rank only once one
+        is lost.
         """
         if self.current is None:
             return {each.number for each in self._workers.asking()}
         members = [each for each in self._workers.members() if each.asks_after is not None]
         return {each.number for each in [*members, *self._workers.waiting_joiners(self._most())]}
-
-    # ------------------------------------------------------------- what to do
 
     def _go_on(self, now_s: float) -> list[Action]:
         if self._is_over or not self._has_hosts:
@@ -266,7 +252,7 @@ class Membership:
         self._told_of_staying = numbers
 
     def _may_remove(self) -> bool:
-        """Whether ranks whose places were removed may leave: others have the state of the training, and are enough.
+        """Whether ranks whose places were removed may leave: others have the state, and are enough.
 
         A list that one wrong name is in, or that lacks the hosts that are to come, must not end the training.
         """
@@ -276,9 +262,8 @@ class Membership:
         return bool(there) and len(there) + len(self._workers.joiners()) >= self._least()
 
     def _hands_over(self) -> bool:
-        """Whether no rank's place is left, and enough new workers have come to take the training over.
-
-        They do so in a generation with one of the old ranks at least, for which --max-np 1 has no room.
+        """Whether no rank's place is left, and enough new workers have come to take the training over from one of the
+        ranks.
         """
         members, joiners = self._workers.members(), self._workers.joiners()
         is_gone = self._are_wanted and not any(self._slots.is_there(each.place) for each in members)
@@ -289,7 +274,7 @@ class Membership:
         may_remove = self._may_remove()
         for each in list(self._workers.running.values()):
             is_removed = not self._slots.is_there(each.place) and (may_remove or not self._workers.is_member(each))
-            if each.asks_after is not None and (each.is_dismissed or is_removed):
+            if each.asks_after is not None and (each.why_dismissed is not None or is_removed):
                 # A dismissed worker that asks again is dismissed again, even if its host has come back.
                 each.why_dismissed, each.asks_after = each.why_dismissed or self._slots.removal(each.place), None
                 yield Dismiss(each.number, each.why_dismissed)
@@ -344,15 +329,15 @@ class Membership:
     ) -> Iterator[Action]:
         """Waits for members that have not left an ended generation, while somebody waits for them.
 
-        They are ended --elastic-timeout after the first of those ``leaving``, who have the state of the training, too.
-        Workers that are to join can only wait: without the late members there would be nothing to join.
+        They are ended --elastic-timeout after the first of those ``leaving``. New workers can only wait: without the
+        late members there would be no state to join.
         """
-        what = _WaitFor.LATE if leaving else _WaitFor.STATE
+        what: Literal["late", "state"] = "late" if leaving else "state"
         limit_s = self.policy.elastic_timeout_s if leaving else math.inf
         waiting = leaving or self._workers.waiting_joiners(self._most())
         if not waiting:
             return
-        self._wait = wait if wait is not None and wait.what is what else _Wait(what, since_s=now_s)
+        self._wait = wait if wait is not None and wait.what == what else _Wait(what, since_s=now_s)
         waited_s = now_s - self._wait.since_s
         self._wait.due_s = self._wait.since_s + limit_s
         if waited_s >= limit_s:
@@ -391,8 +376,8 @@ class Membership:
     def _last_ends(self, members: Sequence[PlacedWorker], wait: _Wait | None, now_s: float) -> Iterator[Action]:
         """Ends the job after a rank has ended with exit code 0: well if all others do so too.
 
-        A rank that is killed now has no more part in the training than its last step. The others finish that, and the
-        job ends well if rank 0 does, which at its end does what is done once, such as saving the model.
+        A rank that is killed now has no part in the training any more but its last step, unless it is rank 0, which at
+        its end does what is done once, such as saving the model.
         """
         living = members if self.current is not None else list(self._workers.running.values())
         asking = [each for each in living if each.asks_after is not None]
@@ -446,10 +431,10 @@ class Membership:
         yield Publish(self._workers.next_generation(candidates, why))
 
     def _wait_for_more(self, wait: _Wait | None, now_s: float) -> Iterator[Action]:
-        """Waits until there are enough workers. It waits twice as long if enough of them have been started."""
+        """Waits until there are enough workers: twice as long if enough have been started."""
         limit_s, times = self.policy.elastic_timeout_s, "--elastic-timeout"
-        if wait is None or wait.what is not _WaitFor.MORE:
-            wait = _Wait(_WaitFor.MORE, since_s=now_s)
+        if wait is None or wait.what != "more":
+            wait = _Wait("more", since_s=now_s)
             yield Say(
                 f"waiting {limit_s:g} s ({times}) for {self._words_of_least()}: so far {self._words_of_what_there_is()}"
             )
@@ -514,8 +499,6 @@ class Membership:
         if not self._is_over:
             self._is_over = True
             yield EndJob(why, is_limit)
-
-    # ----------------------------------------------------------------- looking
 
     def _least(self) -> int:
         """The number of workers that the next generation needs."""

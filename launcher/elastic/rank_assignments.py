@@ -30,13 +30,11 @@ class RankAssignments:
         self._notified_at = 0.0  # the time that was sent with the last change of hosts
 
     def asked(self, worker: int, after: int) -> None:
-        """Notes that a worker asks for a rank in a generation later than ``after``."""
         self._take_away(worker)
         self._asked[worker] = after
 
     @property
     def those_who_asked(self) -> Collection[int]:
-        """The workers that have asked for a rank and have not ended."""
         return self._asked.keys()
 
     def give(self, worker: int, answer: RankAssignment | Dismissal) -> None:
@@ -44,7 +42,7 @@ class RankAssignments:
         self._store.put(key, ANSWERS.encode(answer))
 
     def take_back(self, worker: int) -> bool:
-        """Answers a worker that takes back that it has asked: it can unless it has been given a rank meanwhile."""
+        """Answers a worker that takes back that it has asked: it can unless it has a rank by now."""
         can = worker not in self._given
         self._stand_by.add(worker)
         self._store.put(standby_key(worker), b"%d" % can)
@@ -72,7 +70,6 @@ class RankAssignments:
         self._store.revoke(generation, why)
 
     def begin(self, generation: int) -> None:
-        """Begins a generation: revokes the one before it."""
         self.revoke(generation - 1, f"there is generation {generation}")
         self._notices = 0
 

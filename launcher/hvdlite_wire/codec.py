@@ -53,10 +53,7 @@ class Between:
 
 
 def encode(value: object) -> bytes:
-    """Returns a value of one of these types as JSON.
-
-    Fails with a TypeError, ValueError or RecursionError if it is none, or nests too deep.
-    """
+    """Returns a value of one of these types as JSON; a TypeError, ValueError or RecursionError if it is none."""
     return _to_text(value).encode()
 
 
@@ -77,7 +74,6 @@ class Family(Generic[Message]):
         self._forms = {of: (name, _values_of(cast(Hashable, of))) for name, of in by_name.items()}
 
     def encode(self, message: Message) -> bytes:
-        """Fails as `encode` does."""
         name, values_of = self._forms[type(message)]
         return _to_text((name, *values_of(message))).encode()
 
@@ -90,23 +86,19 @@ class Family(Generic[Message]):
             raise MessageError(f"{_brief(data)} is no message that is expected here ({error})") from error
 
 
-# ---------------------------------------------------------------- reading
-
-
 @functools.cache
-def _reader_of(hint: Any) -> _Reader:  # noqa: PLR0911, PLR0912  # a case for each kind of type
+def _reader_of(hint: Any) -> _Reader:  # noqa: PLR0911  # a case for each kind of type
     """Returns the function that checks and converts what JSON gives for a value of this type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return _as_it_is
-    if hint in (None, types.NoneType):
-        return _exactly(types.NoneType)
     if hint is float:
         return _finite
     if hint in (int, str, bool):
         return _exactly(hint)
     if origin is Annotated:
-        return _checked(_reader_of(arguments[0]), *hint.__metadata__)
+        inner = _reader_of(arguments[0])
+        return functools.reduce(lambda read, check: lambda value: check(read(value)), hint.__metadata__, inner)
     if origin in (Union, types.UnionType):
         (inner,) = (each for each in arguments if each is not types.NoneType)
         read = _reader_of(inner)
@@ -121,10 +113,8 @@ def _reader_of(hint: Any) -> _Reader:  # noqa: PLR0911, PLR0912  # a case for ea
         return _all(frozenset, _reader_of(arguments[0]))
     if origin in (list, Sequence):
         return _all(list, _reader_of(arguments[0]))
-    if origin in (dict, Mapping) and arguments == (str, Any):
-        return _exactly(dict)  # JSON's keys are texts
     if origin in (dict, Mapping):
-        return _mapping(arguments[0], _reader_of(arguments[0]), _reader_of(arguments[1]))
+        return _mapping(*arguments)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return _one_of(tuple(each.value for each in hint), hint)
     return _fields_reader(hint)
@@ -150,16 +140,6 @@ def _finite(value: Any) -> float:
     return float(value)
 
 
-def _checked(inner: _Reader, *checks: _Reader) -> _Reader:
-    def check(value: Any) -> Any:
-        value = inner(value)
-        for each in checks:
-            value = each(value)
-        return value
-
-    return check
-
-
 def _one_of(allowed: tuple[Any, ...], convert: Callable[[Any], Any] = _as_it_is) -> _Reader:
     def check(value: Any) -> Any:
         if not any(type(value) is type(each) and value == each for each in allowed):
@@ -179,7 +159,7 @@ def _all(of: Callable[[Iterable[Any]], Any], inner: _Reader) -> _Reader:
 
 
 def _row(make: Callable[..., Any], readers: Sequence[_Reader]) -> Callable[..., Any]:
-    """Returns the reader of a list with one value for each reader, after as many as it is told to leave out."""
+    """Returns the reader of a list with one value for each reader, behind the first ``start`` items."""
     count = len(readers)
 
     def check(value: Any, start: int = 0) -> Any:
@@ -190,7 +170,8 @@ def _row(make: Callable[..., Any], readers: Sequence[_Reader]) -> Callable[..., 
     return check
 
 
-def _mapping(key_type: Any, read_key: _Reader, read_value: _Reader) -> _Reader:
+def _mapping(key_type: Any, value_type: Any) -> _Reader:
+    read_key, read_value = _reader_of(key_type), _reader_of(value_type)
     is_number = key_type is int or get_args(key_type)[:1] == (int,)
 
     def check(value: Any) -> Any:
@@ -203,9 +184,6 @@ def _mapping(key_type: Any, read_key: _Reader, read_value: _Reader) -> _Reader:
 
 def _fields_reader(of: Any) -> Callable[..., Any]:
     return _row(of, [_reader_of(hint) for _, hint in _hints_of(of)])
-
-
-# ---------------------------------------------------------------- fields
 
 
 def _written(value: Any) -> Any:
@@ -233,7 +211,6 @@ def _values_of(of: Any) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _hints_of(of: Any) -> list[tuple[str, Any]]:
-    """Returns the fields of a dataclass or NamedTuple, and their types."""
     if not (is_dataclass(of) or hasattr(of, "_fields")):
         raise TypeError(f"{of} cannot be sent")
     hints = get_type_hints(of, include_extras=True)
@@ -246,7 +223,7 @@ def _brief(value: object) -> str:
 
 
 def _plain(text: str) -> str:
-    """Refuses zeros and lone surrogates, unless these stand for bytes that are not UTF-8."""
+    # Lone surrogates may stand for bytes that are not UTF-8.
     if "\0" in text:
         raise ValueError("it has a zero")
     text.encode(errors="surrogateescape")

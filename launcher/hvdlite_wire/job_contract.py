@@ -107,7 +107,6 @@ def worker_form(faults: Iterable[WorkerFault]) -> str:
 
 
 def worker_faults(text: str) -> list[WorkerFault]:
-    """Returns the faults in a value of HVDLITE_CHAOS."""
     parts = [item.replace("@", ":").split(":") for item in text.split(",")]
     return [WorkerFault(kind, point, int(step)) for kind, point, step in parts]
 
@@ -118,5 +117,4 @@ def ask_key(worker: int) -> bytes:
 
 
 def answer_key(worker: int, number: int) -> bytes:
-    """Returns the key of the answer to a worker's question with this number, from 0."""
     return b"chaos/answer/%d/%d" % (worker, number)

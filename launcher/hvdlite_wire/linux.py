@@ -43,12 +43,8 @@ def interface_with(address: str) -> str | None:
 
 
 def _all_addresses() -> Iterator[tuple[str, str]]:
-    """Yields the name and an address of each interface: first what the kernel tells without an import of psutil.
-
-    That is each interface's first IPv4 address, loopback's among them.
-    """
+    """Yields interfaces' names and addresses: first each one's first IPv4 address, without an import of psutil."""
     found = []
-    # Where a program may not ask, psutil has other ways.
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has none
@@ -74,9 +70,9 @@ def _least_useful_last(address: str) -> tuple[bool, bool]:
     return parsed.is_link_local, parsed.version == 6
 
 
-_FLAGS, _EXIT_CODE = 9, 52
+# The numbers of fields of /proc/PID/stat, by proc(5). The name, the second, may hold anything.
+_FLAGS, _EXIT_CODE, _FIRST = 9, 52, 3
 _PF_EXITING = 0x4
-_FIRST = 3
 
 
 class Stat:

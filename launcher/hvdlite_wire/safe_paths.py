@@ -3,12 +3,7 @@ Makes and appends to files in directories where other users can write too, such 
 
 It never follows a symbolic link that another user has made: that is an error that names the link. Links of this user
 and of root are followed. A path is walked name by name, and each directory is held open while the next name is looked
-up in it, so nobody can exchange a part of the path. So the owner and mode of a directory do not matter: users who can
-write it may remove files, but cannot make us write elsewhere.
-
-    write_file   an empty file; missing directories are made, and a link at the end of the path is followed
-    new_file     a new file, in place of a file or link of this name
-    append       text at the end of a file
+up in it. So whoever owns or may write a directory can remove files, but cannot make us write elsewhere.
 """
 
 from __future__ import annotations
@@ -82,74 +77,59 @@ def require_directory(path: str) -> None:
 def _open(
     path: str, open_at: Callable[[int, str], int], *, makes_directories: bool = False, follows_last: bool = True
 ) -> int:
-    """Returns what ``open_at`` returns for the directory, open, and the last name of a path; its errors get the path.
+    """Returns ``open_at(directory, last name)`` of a path; its errors get the path.
 
     Unless ``follows_last``, the last name may be that of a link.
     """
-    links = 0
-    while True:
-        at, name, walked = _walk(path, makes_directories)
-        try:
-            target = _target_of_link(at, name, walked) if follows_last else None
-            if target is None:
-                return open_at(at, name)
-        except ForeignLinkError:
-            raise
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, walked) from None
-        finally:
-            os.close(at)
-        links = _one_more(links, walked)
-        path = os.path.join(os.path.dirname(walked), target)
+    at, name, walked = _walk(path, makes_directories, follows_last)
+    try:
+        return open_at(at, name)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, walked) from None
+    finally:
+        os.close(at)
 
 
-def _one_more(links: int, path: str) -> int:
-    if links == _MOST_LINKS:
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-    return links + 1
-
-
-def _walk(path: str, makes_directories: bool) -> tuple[int, str, str]:
-    """Returns the open directory of a path, the last name of the path, and the path without links before that.
-
-    The caller closes the descriptor.
-    """
+def _walk(path: str, makes_directories: bool, follows_last: bool) -> tuple[int, str, str]:
+    """Returns the directory of a path, open, the last name of the path, and the path without links."""
     left = _names(os.path.join(os.getcwd(), path))
-    if not left:
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     at, walked, links = os.open("/", _DIRECTORY), ["/"], 0
     try:
-        while len(left) > 1:
+        while True:
+            _require(bool(left), errno.EISDIR, path)
             name = left.pop()
             here = os.path.join(*walked, name)
-            target = _target_of_link(at, name, here)
-            if target is None:
-                down = _open_directory(at, name, here, makes_directories)
-                walked = walked[:-1] or ["/"] if name == ".." else [*walked, name]
-            else:
-                links = _one_more(links, here)
+            target = _target_of_link(at, name, here) if left or follows_last else None
+            if target is not None:
+                links += 1
+                _require(links <= _MOST_LINKS, errno.ELOOP, here)
                 left += _names(target)
                 if not target.startswith("/"):
                     continue
                 down, walked = os.open("/", _DIRECTORY), ["/"]
+            elif left:
+                down = _open_directory(at, name, here, makes_directories)
+                walked = walked[:-1] or ["/"] if name == ".." else [*walked, name]
+            else:
+                return at, name, here
             os.close(at)
             at = down
     except BaseException:
         os.close(at)
         raise
-    return at, left[0], os.path.join(*walked, left[0])
+
+
+def _require(holds: bool, error: int, path: str) -> None:
+    if not holds:
+        raise OSError(error, os.strerror(error), path)
 
 
 def _names(path: str) -> list[str]:
-    """Returns the names of a path, the last one first."""
     return [name for name in path.split("/") if name not in ("", ".")][::-1]
 
 
 def _target_of_link(at: int, name: str, path: str) -> str | None:
-    """Returns the target of the link with this name, or None if it is no link.
-
-    Raises `ForeignLinkError` if another user owns it.
-    """
+    """Returns the target of a link, None if it is no link; a `ForeignLinkError` if another user owns it."""
     try:
         if not stat.S_ISLNK(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
             return None

@@ -23,11 +23,10 @@ from enum import IntEnum
 
 from .codec import Count, Family, MessageError
 
-# The agent forwards a request in one frame to the launcher: this leaves room for its header within MAX_PAYLOAD_BYTES.
+# The agent forwards a request in one frame: this leaves room for its header within the launcher's MAX_PAYLOAD_BYTES.
 MAX_REQUEST_BYTES = (16 << 20) - 64
 CHUNK_BYTES = 1 << 20
-"""The size of one piece of a large value. Each piece has a key of its own; the value's key holds the number of pieces.
-"""
+"""The size of one piece of a large value, which has a key of its own; the value's key holds the number of pieces."""
 
 
 class StoreRequest(IntEnum):
@@ -62,7 +61,6 @@ _OF_GENERATION = re.compile(rb"world([0-9]{1,9})/")
 
 
 def pack(parts: Iterable[bytes]) -> bytes:
-    """Joins byte strings, each preceded by its length."""
     return b"".join([piece for part in parts for piece in (_LENGTH.pack(len(part)), part)])
 
 
@@ -82,7 +80,6 @@ def unpack(payload: bytes) -> list[bytes]:
 
 
 def chunk_key(key: bytes, number: int) -> bytes:
-    """Returns the key of one piece of a large value."""
     return b"%b/%d" % (key, number)
 
 
@@ -105,8 +102,7 @@ class RequestDecoder:
     def feed(self, data: bytes) -> tuple[StoreRequest, bytes] | None:
         """Adds received bytes and returns the request if it is complete, else None.
 
-        A worker waits for the answer before it sends its next request, so more bytes than one request are an error.
-        Raises `MessageError` for bytes that are no request.
+        Raises `MessageError` for bytes that are no request, or are more than one: a worker waits for the answer first.
         """
         self._buffer += data
         if len(self._buffer) < HEADER.size:
@@ -146,7 +142,7 @@ class RankAssignment:
 
     @property
     def prefix(self) -> str:
-        """The prefix of the keys in the store under which the ranks of this generation connect."""
+        """The prefix of the keys under which the ranks of this generation connect."""
         return f"world{self.generation}"
 
 

@@ -238,7 +238,7 @@ class World:
             for label, host in membership._slots._hosts.items()
         ]
         workers = [
-            (numbers[each.number], each.since is None, each.asks_after is None, each.is_dismissed, each.is_being_ended)
+            (numbers[each.number], each.since is None, each.asks_after is None, each.why_dismissed, each.is_being_ended)
             for each in membership._workers.running.values()
         ]
         wait = membership._wait
