@@ -54,10 +54,8 @@ PidOrNone = Annotated[int, Between(0, 2**31 - 1)]
 class Source(Enum):
     """How the stacks of a worker are known."""
 
-    ANSWER = "answer"
-    """By what its program has said."""
-    SIGNAL = "signal"
-    """By a signal, since it does not answer, or not before hvd.init()."""
+    ANSWER = "answer"  # of its program
+    SIGNAL = "signal"  # since it does not answer, or not before hvd.init()
     NONE = "none"
 
 
@@ -132,9 +130,9 @@ class Process:
 class OwnStatus:
     """What a process that has called hvd.init() says of itself.
 
-    ``steps``: of each optimizer, by its name. ``samples`` are all that it has trained on. ``paces``: of all ranks, from
-    rank 0 alone. ``waits``: the longest first. ``error``: why it cannot say more. In full, for a report, there are also
-    the ``optimizers`` and ``threads``, how the paths of files begin that are not the user's (``libraries``), its own
+    ``steps``: of each optimizer, by its name. ``samples``: all that it has trained on. ``paces``: of all ranks, from
+    rank 0 alone. ``waits``: the longest first. ``error``: why it cannot say more. In full, for a report, also the
+    ``optimizers`` and ``threads``, how the paths of files begin that are not the user's (``libraries``), its own
     ``addresses`` on connections to ranks on other hosts, and for how many seconds nothing has come from other addresses
     (``silent_s``).
     """
@@ -170,9 +168,9 @@ class WorkerStatus(OwnStatus):
 
     ``pid``: of the process that has called hvd.init(), or else the worker's own, with its ``cpu_s`` and ``memory``
     (bytes). ``gpu_use``: the part of the time in which its GPU computes, None if not known. ``can_answer``: its program
-    has called hvd.init(), and has not ended. ``is_ending``: its part in the job is over, and it does not answer any
-    more. ``usage``, of the host, is told with one of its workers. In full there are also its ``processes``, the
-    worker's own with the descendants, and the host's ``load`` and ``cores``.
+    has called hvd.init(), and has not ended. ``is_ending``: its part in the job is over, and it answers no more.
+    ``usage``: of the host, told with one of its workers. In full also its ``processes``, the worker's own with the
+    descendants, and the host's ``load`` and ``cores``.
     """
 
     pid: PidOrNone = 0

@@ -99,15 +99,12 @@ class Decoder:
     """Decodes messages from a stream of bytes that may be split anywhere."""
 
     def __init__(self, kinds: Collection[int] = _KINDS) -> None:
-        """``kinds`` are the kinds of frames that the other end may send: `FROM_LAUNCHER` or `FROM_AGENT`."""
+        """``kinds`` of frames are those that the other end may send: `FROM_LAUNCHER` or `FROM_AGENT`."""
         self._kinds = kinds
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Adds received bytes and yields the messages that are complete.
-
-        Raises `ProtocolError` for bytes that are no frame.
-        """
+        """Adds received bytes, yields the messages that are complete; a `ProtocolError` for bytes that are no frame."""
         self._buffer += data
         start = 0
         try:
@@ -180,10 +177,8 @@ class Channel:
         self._is_registered = self._is_closed = False  # what is written to
         self.is_finished = False
         """Whether nothing more may be sent."""
-        self.closed = False
-        """Whether the other end has closed the connection, or was silent for too long."""
-        self.silent = False
-        """Whether the other end was silent for too long."""
+        self.closed = self.silent = False
+        """Whether the other end has closed the connection or was silent for too long, and whether it was the latter."""
         os.set_blocking(incoming, False)
         os.set_blocking(outgoing, False)
 
@@ -205,7 +200,6 @@ class Channel:
         return data
 
     def hear(self) -> None:
-        """Takes the other end as not silent now."""
         self._heard_at = self._clock()
 
     def decode(self, data: bytes) -> Iterator[Message]:
@@ -239,19 +233,13 @@ class Channel:
             self._close()
 
     def finish(self, close: Callable[[], object], *, drops_rest: bool = False) -> None:
-        """Calls ``close`` once all is written. Nothing may be sent after this.
-
-        May be called again: to drop the rest. ``close`` is called once.
-        """
+        """Calls ``close`` once all is written, and nothing may be sent. May be called again: to drop the rest."""
         self.is_finished, self._close = True, close
         if drops_rest:
             self._outgoing.clear()
         self.flush()
 
-    # ------------------------------------------------------------------ beats
-
     def beat(self) -> None:
-        """Starts to send beats, and to expect at least beats from the other end."""
         self._heard_at = self._beats_at = self._clock()
 
     def time_left_s(self) -> float | None:
@@ -265,11 +253,11 @@ class Channel:
         self._beats_at = now + BEAT_S
         if not self._outgoing:  # unsent bytes serve as a beat too
             self.send(Beat())
+        # This process may have been too busy to read.
         if now - self._heard_at > SILENCE_S and not self._has_unread():
             self.closed = self.silent = True
 
     def _has_unread(self) -> bool:
-        """Whether there is something to read, which this process was too busy to do."""
         poll = select.poll()
         poll.register(self._in, select.POLLIN)
         return bool(poll.poll(0))

@@ -1,12 +1,13 @@
-"""The messages between launcher and agents, and the other events of the launcher's event loop, as dataclasses.
+"""
+The messages between launcher and agents, and the other events of the launcher's event loop, as dataclasses.
 
     launcher ── Greet, StartJob, StartWorkers, SignalWorkers, AskStatus, Input, OutputTaken, Beat ──► agent
     launcher ◄── Hello, Started, InputWanted, Output, InitStarted, InitDone, InitFailed, Alive, Stalled, StatusTold,
                                                                                  Exited, Refused, Beat ── agent
 
 To end a job the launcher sends `SignalWorkers`, and at last closes the agent's stdin: the agent then kills what is
-left. The messages about the rendezvous store are in `store_messages`, and `channel` encodes both as bytes. The
-types of the fields say what is allowed in what was received. A `LauncherEvent` is made in the launcher and never sent.
+left. The messages about the rendezvous store are in `store_messages`. The types of the fields say what is allowed in
+what was received. A `LauncherEvent` is made in the launcher and never sent.
 
 ``worker`` is a worker's number, which identifies it during the whole job. Its rank is in its `Slot` (see `slots`).
 """
@@ -49,9 +50,6 @@ Token = Annotated[str, _part_of_a_path]
 Stream = Literal["stdout", "stderr"]
 
 
-# ---------------------------------------------------------------- events
-
-
 @dataclass(frozen=True)
 class Output:
     """Bytes that a worker wrote, split anywhere."""
@@ -78,7 +76,7 @@ class InputWanted:
 class InitStarted:
     """A worker has entered hvd.init().
 
-    ``after``: in an elastic job, the last generation that it was given a rank in, 0 if it was in none; else None.
+    ``after``: in an elastic job, the last generation that it was given a rank in, 0 if none; else None.
     """
 
     worker: WorkerNumber
@@ -88,8 +86,6 @@ class InitStarted:
 
 @dataclass(frozen=True)
 class InitDone:
-    """A worker's hvd.init() has succeeded."""
-
     worker: WorkerNumber
     after: Count | None = None
 
@@ -98,9 +94,9 @@ class InitDone:
 class InitFailed:
     """A worker's hvd.init() has raised an exception. The worker no longer waits in it; its program may continue.
 
-    ``after`` 0, in an elastic job: it takes back that it has asked for a first rank, since it stands by.
-    ``is_unconnected``: in an elastic job, it could not connect to the other ranks of generation ``after``. Then
-    ``addresses`` are its own for connections to other hosts, and ``refused_by`` are those that refused it, if known.
+    In an elastic job, with ``after`` 0 it takes back that it has asked for a first rank, since it stands by.
+    ``is_unconnected``: it could not connect to the other ranks of generation ``after``. Then ``addresses`` are its own
+    for connections to other hosts, and ``refused_by`` are those that refused it, if known.
     """
 
     worker: WorkerNumber
@@ -114,9 +110,9 @@ class InitFailed:
 class Alive:
     """A worker's answer to question ``number`` of `elastic.hangs`.
 
-    ``waited_s`` is for how long it has waited for other ranks, in what it waits for now; 0 if for nothing.
-    ``addresses`` are its own on connections to ranks on other hosts. ``silent_s`` says for how many seconds nothing has
-    come from other addresses, if that is long.
+    ``waited_s``: for how long it has waited for other ranks, in what it waits for now; 0 if for nothing. ``addresses``:
+    its own on connections to ranks on other hosts. ``silent_s``: for how many seconds nothing has come from other
+    addresses, if that is long.
     """
 
     worker: WorkerNumber
@@ -148,11 +144,10 @@ class StatusTold:
 class Exited:
     """A worker has ended. All its `Output` was sent before this.
 
-    ``returncode`` is -n for signal n. ``peer_lost``: the worker reported that it ended only because another rank ended.
-    ``left``: the worker reported that it was leaving the other ranks on its own account, before they could notice.
-    ``peer_left``: the worker reported that the rank it lost was doing that. ``apart``: the worker reported that it has
-    trained a model of its own, and met no other rank. ``peak_memory``: the most bytes of memory
-    that its process, or a child it has waited for, had at a time; 0 if that is not known, or follows in `PeakMemory`.
+    ``returncode`` is -n for signal n. By its own report, ``peer_lost``: it ended only because another rank ended;
+    ``peer_left``: that one was leaving; ``left``: it was leaving the others itself, before they could notice;
+    ``apart``: it has trained a model of its own, and met no other rank. ``peak_memory``: the most bytes that its
+    process, or a child it has waited for, had at a time; 0 if that is not known, or follows in `PeakMemory`.
     """
 
     worker: WorkerNumber
@@ -166,7 +161,7 @@ class Exited:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """What an earlier `Exited` of this worker did not say yet. ``size`` is in bytes, as its ``peak_memory``."""
+    """What an earlier `Exited` of this worker did not say yet; ``size`` is in bytes."""
 
     worker: WorkerNumber
     size: Bytes
@@ -176,8 +171,8 @@ class PeakMemory:
 class Refused:
     """The agent could not start the command. ``exit_code`` is the one that a shell would give (127: not found).
 
-    ``worker`` is the one that could not be started; None if the host can have none. ``host`` is the label of the
-    agent's host, None for the launcher's machine. The launcher sets it on receipt.
+    ``worker`` could not be started; None if the host can have none. ``host`` is the label of the agent's host, None for
+    the launcher's machine, set by the launcher on receipt.
     """
 
     why: Text
@@ -190,9 +185,9 @@ class Refused:
 class Hello:
     """An agent's answer to `Greet`.
 
-    ``slots`` is the number of slots by the host's hardware, None unless `Greet` asked to count them. ``address`` is the
-    host's IP address for the other hosts, None if unknown (the launcher's own machine). ``port`` is a TCP port that the
-    agent keeps free, for rank 0 to listen on. ``machine`` identifies the machine and container, None if unknown.
+    ``slots``: by the host's hardware, None unless `Greet` asked to count them. ``address``: the host's IP address for
+    the other hosts, None if unknown (the launcher's own machine). ``port``: a TCP port that the agent keeps free, for
+    rank 0 to listen on. ``machine`` identifies the machine and container, None if unknown.
     """
 
     version: Text
@@ -305,10 +300,9 @@ class UserSignal:
 
 @dataclass(frozen=True)
 class ReportAsked:
-    """The user asks for a report: by SIGQUIT, or by another process (``hvdlite-run --report``).
+    """The user asks for a report: by SIGQUIT, which shows it, or by ``hvdlite-run --report``.
 
-    ``answer`` is called with it, as text and as JSON's value; any thread may call it, and it never raises. None after
-    SIGQUIT: then it is shown.
+    ``answer`` is called with it, as text and as JSON's value; any thread may call it, and it never raises.
     """
 
     answer: Callable[[str, object], None] | None = None
@@ -316,10 +310,7 @@ class ReportAsked:
 
 @dataclass(frozen=True)
 class WatchAsked:
-    """Another process asks what there is to see of the job (``hvdlite-run --watch PID``).
-
-    ``answer`` is called with it, as JSON's value; any thread may call it, and it never raises.
-    """
+    """`hvdlite-run --watch PID` asks for what there is to see, as JSON's value; ``answer`` is as in `ReportAsked`."""
 
     answer: Callable[[object], None]
 
@@ -345,48 +336,22 @@ class ScreenDone:
 
 
 # Sent by an agent about one of its workers.
-OfWorker = (
-    Output
-    | Started
-    | InputWanted
-    | InitStarted
-    | InitDone
-    | InitFailed
-    | Alive
-    | Stalled
-    | StatusTold
-    | Exited
-    | PeakMemory
-)
+InitEvent = InitStarted | InitDone | InitFailed
+OfWorker = Output | Started | InputWanted | InitEvent | Alive | Stalled | StatusTold | Exited | PeakMemory
 WorkerEvent = OfWorker | Refused
 HostEvent = Answered | NotThereYet | HostsFound | DiscoveryFailed
-LauncherEvent = (
-    HostEvent
-    | Unresponsive
-    | AgentSaid
-    | Lost
-    | LoopFailed
-    | FaultAsked
-    | ReportAsked
-    | WatchAsked
-    | UserSignal
-    | Interrupted
-    | InputRead
-    | ScreenFailed
-    | ScreenDone
-)
+_Asked = FaultAsked | ReportAsked | WatchAsked
+_OfItself = UserSignal | Interrupted | InputRead | ScreenFailed | ScreenDone | LoopFailed
+LauncherEvent = HostEvent | Unresponsive | AgentSaid | Lost | _Asked | _OfItself
 Event = WorkerEvent | LauncherEvent
-
-
-# -------------------------------------------------------------- commands
 
 
 @dataclass(frozen=True)
 class Greet:
     """The first message to an agent, which answers with `Hello`.
 
-    ``beats``: both ends must send `Beat`, and treat an end that is silent for too long as dead. ``interface`` is the
-    network interface chosen by the user, or several separated by commas: the agent uses the first that its host has.
+    ``beats``: both ends must send `Beat`, and treat an end that is silent for too long as dead. ``interface``: the
+    user's network interface, or several separated by commas: the agent uses the first that its host has.
     """
 
     version: Text
@@ -399,12 +364,12 @@ class Greet:
 class StartJob:
     """Starts the job's workers of one host.
 
-    All workers run the same ``command`` in the same ``environment``; ``workers`` has the additional variables of each,
-    by its number. ``inherits``: workers also get the agent's own variables that are not in ``environment``.
-    ``in_python``: ``command`` holds arguments for the agent's own Python interpreter. ``as_horovod``: ``import
-    horovod`` finds hvdlite. ``forks``: workers that are started later may be copies of a process that has imported
-    torch (see `forked_workers`). ``slots`` is how many workers share the host's cores. ``peers`` are the addresses of
-    the job's other hosts; none if it has no others and will have none.
+    All run the same ``command`` in the same ``environment``; ``workers`` has the additional variables of each, by its
+    number. ``inherits``: they also get the agent's own variables that are not in ``environment``. ``in_python``:
+    ``command`` holds arguments for the agent's own Python interpreter. ``as_horovod``: ``import horovod`` finds
+    hvdlite. ``forks``: workers that are started later may be copies of a process that has imported torch (see
+    `forked_workers`). ``slots``: how many workers share the host's cores. ``peers``: the addresses of the job's other
+    hosts; none if it will have no others.
     """
 
     token: Token
@@ -435,10 +400,7 @@ class SignalWorkers:
 
 @dataclass(frozen=True)
 class AskStatus:
-    """Asks an agent for a `StatusTold` about each worker that runs on its host.
-
-    ``in_full``: also what only a report shows, for which the agent looks at all their processes.
-    """
+    """Asks for a `StatusTold` about each worker on the agent's host; ``in_full``: also what only a report shows."""
 
     number: Count
     in_full: bool

@@ -35,7 +35,7 @@ from hvdlite_wire.store_requests import (
     unpack,
 )
 
-from ..protocol.messages import Alive, InitDone, InitFailed, InitStarted, Stalled
+from ..protocol.messages import Alive, InitDone, InitEvent, InitFailed, InitStarted, Stalled
 from ..protocol.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, StoreCommand, StoreEvent, Want
 
 Reply = Callable[[int, bytes], None]
@@ -44,8 +44,7 @@ _READ_BYTES = 1 << 16
 _RETRY_S = 0.2
 _NUMBERS = 1 << 32  # a request's number has 32 bits
 
-_Announcement = InitStarted | InitDone | InitFailed
-_ANNOUNCED: dict[StoreRequest, type[_Announcement]] = {
+_ANNOUNCED: dict[StoreRequest, type[InitEvent]] = {
     StoreRequest.INIT_STARTED: InitStarted,
     StoreRequest.INIT_DONE: InitDone,
     StoreRequest.INIT_FAILED: InitFailed,
@@ -63,8 +62,7 @@ class _PendingRead:
     reply: Reply
 
     def answer(self) -> None:
-        values = [self.found[key] for key in self.keys] if self.with_values else []
-        payload = pack(values)
+        payload = pack([self.found[key] for key in self.keys] if self.with_values else [])
         if len(payload) > MAX_REQUEST_BYTES:
             self.reply(FAILED, b"the requested values are too large for one answer: request fewer keys at a time")
         else:
@@ -75,7 +73,7 @@ class Cache:
     """The copies on one host, and the requests of its workers that are not answered yet."""
 
     def __init__(
-        self, send: Callable[[StoreEvent | _Announcement | Alive | Stalled], None], workers: Collection[int]
+        self, send: Callable[[StoreEvent | InitEvent | Alive | Stalled], None], workers: Collection[int]
     ) -> None:
         """``workers`` are the numbers of the workers on this host: more of them may be added."""
         self._send = send
@@ -88,9 +86,8 @@ class Cache:
         self._revoked = Revoke(0, "")
 
     def request(self, operation: StoreRequest, payload: bytes, reply: Reply) -> Callable[[], object]:
-        """Calls ``reply(outcome, payload)`` once, now or later. Returns a function that cancels the request.
-
-        It is called if the worker disconnects before the answer.
+        """Calls ``reply(outcome, payload)`` once, now or later. Returns a function for a worker that disconnects
+        before.
         """
         try:
             match operation:
@@ -159,7 +156,6 @@ class Cache:
         return generation is not None and generation <= self._revoked.generation
 
     def _revoke(self, revoked: Revoke) -> None:
-        """Forgets the keys of older generations. The readers that wait for one of them fail."""
         self._revoked = revoked
         for key in [key for key in self._values if self._is_revoked(key)]:
             del self._values[key]
@@ -177,7 +173,7 @@ class Cache:
         self._send(Ask(number, operation, payload))
         return lambda: self._asked.pop(number, None)
 
-    def _announce(self, what: type[_Announcement], parts: list[bytes]) -> None:
+    def _announce(self, what: type[InitEvent], parts: list[bytes]) -> None:
         if what is InitFailed and len(parts) == 3:
             worker, after = self._numbers(parts[:2], least=2, most=2)
             refusals = decode(Refusals, parts[2])

@@ -99,12 +99,11 @@ class Store:
     def put(self, key: bytes, value: bytes) -> None:
         """Sets a value for the workers, from the launcher itself."""
         with self._lock:
-            self._change(key, partial(_put, value), _ignore)
+            self._change(key, partial(_put, value), lambda *_: None)
 
     def delete(self, key: bytes) -> None:
-        """Forgets a value that no worker reads any more."""
         with self._lock:
-            self._change(key, lambda _: (None, b""), _ignore)
+            self._change(key, lambda _: (None, b""), lambda *_: None)
 
     def revoke(self, generation: int, why: str) -> None:
         """Forgets the keys of this generation and of all before it; every request for one fails with ``why``."""
@@ -122,7 +121,6 @@ class Store:
                     act()
 
     def get(self, key: bytes) -> bytes | None:
-        """Returns the value of a key, or None if no worker has set it."""
         with self._lock:
             return self._values.get(key)
 
@@ -146,8 +144,6 @@ class Store:
         generation = generation_of(key)
         return generation is not None and generation <= self._revoked.generation
 
-    # ------------------------------------------------------------------ reads
-
     def _want(self, agent: Agent, key: bytes) -> None:
         if agent not in self._agents:
             return
@@ -161,8 +157,6 @@ class Store:
             agent.send(Have(key, self._values[key]))
         else:
             self._wanted.setdefault(key, set()).add(agent)
-
-    # ---------------------------------------------------------------- changes
 
     def _ask(self, ask: Ask, reply: _Reply) -> None:
         try:
@@ -256,10 +250,6 @@ def _send_all(agents: Collection[Agent], message: StoreCommand) -> None:
         agent.send(message)
 
 
-def _ignore(code: int, payload: bytes) -> None:
-    pass
-
-
 def _put(value: bytes, old: bytes | None) -> tuple[bytes, bytes]:
     del old
     return value, b""
@@ -271,7 +261,7 @@ def _add(amount: int, old: bytes | None) -> tuple[bytes, bytes]:
 
 
 def _compare_set(expected: bytes, desired: bytes, old: bytes | None) -> tuple[bytes | None, bytes]:
-    """Works as in torch's own stores: a key that is not set counts as empty, and is set if ``expected`` is empty."""
+    """As in torch's own stores, a key that is not set counts as empty, and is set if ``expected`` is empty."""
     if old is None and expected:
         return None, pack([expected])
     new = desired if old is None or old == expected else old
@@ -286,7 +276,7 @@ def _append(tail: bytes, limit: int, old: bytes | None) -> tuple[bytes, bytes]:
 
 
 def _number(text: bytes) -> int:
-    """Returns the number in ``text``. Raises `MessageError` if it is none or has more digits than 64 bits allow."""
+    """Returns the number in ``text``; a `MessageError` if it is none, or may not fit in 64 bits."""
     digits = text[1:] if text[:1] == b"-" else text
     if not digits.isdigit() or len(digits) > 19:
         raise MessageError("only numbers can be added to")
