@@ -16,7 +16,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -40,32 +40,31 @@ class InPlace(NamedTuple):
     is_equal: bool
 
 
-class Handed(Protocol):
+class Handed:
     """An object of the state, as `hand_over` needs it."""
 
     def what_is_equal(self) -> Mapping[str, Any]:
         """Returns what must be equal on all ranks: JSON values."""
-        ...
+        return {}
 
     def in_place(self) -> Sequence[InPlace]:
         """Returns the tensors that are overwritten, in an order that is equal on all ranks."""
-        ...
-
-    def encode(self, encoder: ValueEncoder, sent: SentTensors) -> Any:
-        """Returns everything else as JSON, with its tensors in ``sent``. Called on rank 0."""
-        ...
+        return []
 
     def params(self) -> Sequence[Tensor]:
         """Returns the parameters to which tensors of ``sent`` may belong."""
-        ...
+        return []
+
+    def encode(self, encoder: ValueEncoder, sent: SentTensors) -> Any:
+        """Returns everything else as JSON, with its tensors in ``sent``. Called on rank 0, and then `given`."""
+        raise NotImplementedError
 
     def given(self) -> None:
-        """Called on rank 0 in place of `take`."""
-        ...
+        """Does nothing unless overridden."""
 
     def take(self, tree: Any, decoder: ValueDecoder, *, is_whole: bool) -> None:
         """Takes what `encode` has returned on rank 0. Unless ``is_whole``, parameters' tensors have not been sent."""
-        ...
+        raise NotImplementedError
 
 
 class Receipt(NamedTuple):
@@ -88,18 +87,15 @@ def hand_over(
     group = group_of(global_process_set, what)
     is_root = group.rank == 0
     in_place = {name: each.in_place() for name, each in handed.items()}
-    same = {
+    same: dict[str, Any] = {
         "tensors": [
             [f"{name}.{entry}" if name else entry, list(tensor.shape), str(tensor.dtype), tensor.device.type]
             for name, entries in in_place.items()
             for entry, tensor, _ in entries
-        ],
-        **{
-            f"{key} of {name_of(name)}": value
-            for name, each in handed.items()
-            for key, value in each.what_is_equal().items()
-        },
+        ]
     }
+    for name, each in handed.items():
+        same |= {f"{key} of {name_of(name)}": value for key, value in each.what_is_equal().items()}
     params = {name: each.params() for name, each in handed.items()}
     sent = {name: SentTensors() for name in handed}
     header, error = _header(handed, sent, commits, name_of) if is_root else (None, None)

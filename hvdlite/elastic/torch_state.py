@@ -80,11 +80,10 @@ class StateHandler:
         self.save()
 
 
-class StateDictHandler(StateHandler):
+class StateDictHandler(StateHandler, Handed):
     """For objects with `state_dict` and `load_state_dict`, such as schedulers and GradScaler. Sends typed values.
 
-    It has the methods of `handover.Handed`. A `TorchState` sends the objects of all such handlers together, unless a
-    derived class defines a ``sync`` of its own.
+    A `TorchState` sends the objects of all such handlers together, unless a derived class defines a `sync` of its own.
     """
 
     def save(self) -> None:
@@ -105,17 +104,8 @@ class StateDictHandler(StateHandler):
     def sync(self) -> None:
         hand_over({"": self}, None, 0)
 
-    def what_is_equal(self) -> Mapping[str, Any]:
-        return {}
-
-    def in_place(self) -> Sequence[InPlace]:
-        return []
-
     def encode(self, encoder: ValueEncoder, sent: SentTensors) -> Any:
         return encoder.encode(self.value.state_dict(), "state_dict()")
-
-    def params(self) -> Sequence[torch.Tensor]:
-        return []
 
     def given(self) -> None:
         # As the other ranks do: a sampler divides the rest of the epoch anew.
@@ -292,7 +282,7 @@ class SamplerStateHandler(StateDictHandler):
         self.value.reset()
 
 
-class _Attributes(StateDictHandler):
+class _Attributes(Handed):
     """The other attributes of a state, as an object that `hand_over` takes."""
 
     def __init__(self, state: TorchState, names: Sequence[str]) -> None:
@@ -300,9 +290,6 @@ class _Attributes(StateDictHandler):
 
     def encode(self, encoder: ValueEncoder, sent: SentTensors) -> Any:
         return [[name, encoder.encode(getattr(self._state, name), name)] for name in self._names]
-
-    def given(self) -> None:
-        return
 
     def take(self, tree: Any, decoder: ValueDecoder, *, is_whole: bool) -> None:
         for name, encoded in tree:

@@ -43,13 +43,13 @@ class Launcher:
     ``worker`` is a number that identifies the process while its rank may change. ``store`` is the URL of a store that
     all ranks share. ``address`` and ``port`` say where rank 0 serves a store. If a launcher sets neither,
     `pmi_rendezvous` uses the following. The ``job_id`` variables together identify a job. ``nodelist`` lists the job's
-    hosts in Slurm's notation; rank 0 is on the first. ``reserved_ports`` are reserved for the job. ``own_addresses``
-    are the addresses on which the launcher itself listens. With ``is_asked_by_pmi``, PMI is the launcher's only way to
-    exchange an address between ranks.
+    hosts in Slurm's notation; rank 0 is on the first. ``reserved_ports`` are reserved for the job. ``own_addresses``:
+    those on which the launcher itself listens. ``is_asked_by_pmi``: PMI is its only way to exchange an address between
+    ranks.
 
-    hvdlite-run removes the variables of some launchers from the environment of its workers (``hidden_from_workers``). A
-    process that has these and a worker's variables was started by that launcher from within the worker. ``others`` is
-    for error messages: other launchers that set the same variables.
+    ``hidden_from_workers``: hvdlite-run removes its variables from the environment of its workers. A process that has
+    these and a worker's variables was started by that launcher from within the worker. ``others``, for error messages:
+    other launchers that set the same variables.
     """
 
     name: str
@@ -255,13 +255,15 @@ def _refuse_ranks_of_nodes(environ: Mapping[str, str]) -> None:
 
 
 def _find_launcher(environ: Mapping[str, str]) -> Launcher | None:
-    """Returns the launcher that started this process; of nested launchers, the innermost."""
-    stale: tuple[Launcher, ...] = ()
+    stale: tuple[Launcher, ...] = ()  # of nested launchers, the innermost counts
     if _is_within_worker(environ):
         if any(each.hidden_from_workers and each.rank in environ for each in LAUNCHERS):
             # A worker has started an MPI job. The worker also passes on torchrun's variables, which hvdlite-run sets.
             stale = (OURS, ELASTIC, TORCHRUN)
-        elif _differ(environ, OURS.rank, TORCHRUN.rank) or _differ(environ, OURS.size, TORCHRUN.size):
+        elif any(
+            {ours, torchruns} <= environ.keys() and environ[ours] != environ[torchruns]
+            for ours, torchruns in ((OURS.rank, TORCHRUN.rank), (OURS.size, TORCHRUN.size))
+        ):
             # hvdlite-run sets both to the same value, so torchrun was started within the worker.
             stale = (OURS,)
     found = (each for each in LAUNCHERS if each not in stale and all(sign in environ for sign in each.signs))
@@ -271,10 +273,6 @@ def _find_launcher(environ: Mapping[str, str]) -> Launcher | None:
 def _is_within_worker(environ: Mapping[str, str]) -> bool:
     """Whether this process is a worker of hvdlite-run, or was started by one."""
     return OURS.rank in environ or all(sign in environ for sign in ELASTIC.signs)
-
-
-def _differ(environ: Mapping[str, str], one: str, other: str) -> bool:
-    return one in environ and other in environ and environ[one] != environ[other]
 
 
 def _read_placement_of(launcher: Launcher, environ: Mapping[str, str]) -> Placement:
@@ -308,7 +306,7 @@ def _read_placement_of(launcher: Launcher, environ: Mapping[str, str]) -> Placem
 
 
 def _with_given_address(placement: Placement, environ: Mapping[str, str]) -> Placement:
-    """Returns the placement; if the user has set MASTER_ADDR and MASTER_PORT, one whose ranks connect there."""
+    """Returns the placement, without a launcher if the user has set MASTER_ADDR and MASTER_PORT."""
     given = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ]
     if not given:
         return placement
@@ -360,7 +358,7 @@ _OF_JOB = (
 
 
 def place_in(environ: MutableMapping[str, str]) -> ElasticWorker | Placement | None:
-    """Returns the place in a job that these variables give to a process; None if they give none, or none that is whole.
+    """Returns the place in a job that these variables give to a process; None if they give none that is whole.
 
     A process whose group was made before `hvd.init`, as Ray's are, may have some of a launcher's variables.
     """

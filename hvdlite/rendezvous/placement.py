@@ -75,14 +75,11 @@ def placements_to_topology(rank: int, placements: Sequence[Placement]) -> Topolo
         members[placement.node] = counted + 1
         local_ranks.append(counted if placement.local_rank is None else placement.local_rank)
     mine = placements[rank]
+    same_local_rank = [
+        each.node for each, local in zip(placements, local_ranks, strict=True) if local == local_ranks[rank]
+    ]
     # Hosts in the order of their first rank, as hvdlite-run numbers them.
-    nodes_with_my_local_rank = list(
-        dict.fromkeys(
-            placement.node
-            for placement, local in zip(placements, local_ranks, strict=True)
-            if local == local_ranks[rank]
-        )
-    )
+    nodes_with_my_local_rank = list(dict.fromkeys(same_local_rank))
     return Topology(
         rank=rank,
         size=len(placements),

@@ -1,27 +1,20 @@
 """
 `ProcessState`: stores and connections that hvdlite keeps in this process after `hvd.shutdown`, for the next `hvd.init`.
 
-After `hvd.shutdown` the process may call `hvd.init` with other values of RANK, WORLD_SIZE, MASTER_PORT or the
-launcher's store. `ProcessState` has what outlives a world and depends on these (optimizers are in `optim.reducer`):
+The process may then call `hvd.init` with other values of RANK, WORLD_SIZE, MASTER_PORT or the launcher's store.
+`ProcessState` has what outlives a world and depends on these (optimizers are in `optim.reducer`). By `keep`:
 
-- the store at MASTER_ADDR, or of a plain srun job: kept while its address and this rank are the same (and the number of
-  ranks, except on rank 0). It is closed before another one is opened, because a server has a port and a thread.
-- the client of hvdlite-run's store, and a `LauncherStore`, which is never freed: one for all worlds.
-- the number of inits so far at each store: kept until the process ends, because keys of earlier inits stay in a store.
-  It is equal on all ranks of a store, as all of them call init there.
-- the number of inits so far in a process group of the program's: kept while that group exists.
-- the thread that answers hvdlite-run in an elastic job: kept until the process ends.
-- the shared memory of a rank whose steps survive the loss of others (`shm.kept_memory`): kept until the process ends.
-- the addresses at which gloo listens, in an elastic job: kept while GLOO_SOCKET_IFNAME is the same.
-- the connection to the launcher's PMI: kept while PMI_FD is the same.
-- GLOO_SOCKET_IFNAME, if hvdlite has set it: unset when the world ends.
-
-The attributes say what else it keeps.
+- the store at MASTER_ADDR, or of a plain srun job, while its address, this rank and (but on rank 0) the number of ranks
+are the same. It is closed before another one is opened, because a server has a port and a thread. - the client of
+hvdlite-run's store, and a `LauncherStore`, which is never freed: one for all worlds. - the connection to the launcher's
+PMI, and the addresses at which gloo listens in an elastic job, while PMI_FD or GLOO_SOCKET_IFNAME is the same. - until
+the process ends: the thread that answers hvdlite-run in an elastic job, and the shared memory of a rank whose steps
+survive the loss of others (`shm.kept_memory`).
 
 `runtime.world` has the one object, and passes it to `runtime.bootstrap`. State that is right in any world is elsewhere:
-hooks (tracebacks, fork, the interpreter's end), the log's handler (each init sets it anew), counters that only make
-names unique in this process, the thread that closes what the garbage collector has found, compiled kernels, and
-`LauncherStore` objects, which C++ may still hold. The current world is a module variable of `runtime.world`.
+hooks (tracebacks, fork, the interpreter's end), the log's handler, counters that only make names unique, the thread
+that closes what the garbage collector has found, compiled kernels, and `LauncherStore` objects, which C++ may still
+hold. The current world is a module variable of `runtime.world`.
 """
 
 from __future__ import annotations
@@ -51,6 +44,7 @@ class ProcessState:
     def __init__(self) -> None:
         # By ``what`` of `keep`: the key, the object, and the function that closes it.
         self._kept: dict[str, tuple[Hashable, Any, Callable[[Any], None]]] = {}
+        # By store, or by process group of the program's: kept, since a store has the keys of earlier inits.
         self._inits: dict[Hashable, Iterator[int]] = {}
         self._inits_in: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
         self._own_interface: str | None = None
@@ -91,13 +85,11 @@ class ProcessState:
         ``what`` is the kind, such as "store"; one object of each kind is kept. The old object is closed with its own
         ``end`` before ``make`` is called.
         """
-        known = self._kept.get(what)
-        if known is None or known[0] != key:
-            del known
-            if what in self._kept:
-                _, thing, ends = self._kept.pop(what)
-                ends(thing)
-                del thing, ends
+        if what in self._kept and self._kept[what][0] != key:
+            _, thing, ends = self._kept.pop(what)
+            ends(thing)
+            del thing, ends
+        if what not in self._kept:
             self._kept[what] = (key, make(), end)
         kept: Thing = self._kept[what][1]
         return kept

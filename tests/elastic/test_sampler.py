@@ -107,11 +107,6 @@ def test_a_reset_divides_the_rest_anew(monkeypatch):
     assert list(own) == [5, 9, 13, 17]
 
 
-def test_a_state_of_an_older_version_is_loaded(monkeypatch):
-    (one,) = samplers(monkeypatch, 1, 20, {"epoch": 3, "processed_num": 8}, shuffle=False)
-    assert (one.epoch, list(one)) == (3, list(range(8, 20)))
-
-
 class OfStep:
     """A `Survival` in a step: it knows whether the functions run that adapt to the ranks that are left."""
 

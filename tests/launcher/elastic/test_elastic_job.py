@@ -391,14 +391,6 @@ def test_a_host_that_vanishes_before_it_was_there_is_no_failure_and_may_come_aga
     assert played.started == {0: "a", 1: "b"}
 
 
-def test_too_few_slots_end_the_job_after_the_elastic_timeout():
-    played = Played(found(a=1), answers("a"), TIME_PASSES, min_np=2, elastic_timeout_s=30)
-    assert played.now_s == 30
-    assert played.outcome.message == (
-        "waited 30 s (--elastic-timeout) for at least 2 workers (--min-np): only 0 workers, and 1 slot (a:1)"
-    )
-
-
 def test_a_limit_that_ends_the_job_is_told_with_the_last_failure():
     limits = {"reset_limit": 0, "on_failure": ON_FAILURE["shrink"]}
     why, wrote = "--reset-limit 0: the ranks have changed more often", Output(1, "stderr", b"no memory\n")
@@ -503,11 +495,6 @@ def test_a_worker_of_a_host_that_comes_before_the_first_generation_has_as_long_f
     assert played.started == {0: "a", 1: "a", 2: "b"}
     assert played.now_s == 2 * START_TIMEOUT_S - 1
     assert "workers 1, 2 on a, b did not call hvd.init()" in played.ending.outcome.message
-
-
-def test_a_dismissed_worker_that_asks_again_is_told_again():
-    played = Played(*begins(a=1, b=1), found(a=1), *asks(1, after=1), *asks(1, after=1))
-    assert played.answer(1, 1) == Dismissal("b has been removed from the job")
 
 
 # ---------------------------------------------------------- workers that stand by
@@ -723,31 +710,3 @@ def test_the_generations_are_told_in_a_table():
         ["3", "0.0", "s", "2", "+ worker 2 joins as rank 1 on a"],
     ]
     assert Played(*begins(a=2)).job.table.text() == ""
-
-
-def _held(thing, seen):
-    """How many entries the containers have that can be reached from an object of the launcher's."""
-    if id(thing) in seen or isinstance(thing, str | bytes | int | float | type | None):
-        return 0
-    seen.add(id(thing))
-    if isinstance(thing, dict):
-        return len(thing) + sum(_held(each, seen) for each in thing.values())
-    if isinstance(thing, list | set | tuple) or type(thing).__name__ == "deque":
-        return len(thing) + sum(_held(each, seen) for each in thing)
-    if type(thing).__module__.startswith("hvdlite_launcher"):
-        return sum(_held(each, seen) for each in getattr(thing, "__dict__", {}).values())
-    return 0
-
-
-def test_after_a_thousand_generations_nothing_more_is_held():
-    held = []
-
-    def generation(number, oldest, newest):
-        yield from (Exited(oldest, -9), *asks(newest, after=number), *asks(newest + 1), *asks(newest, after=number + 1))
-        if oldest in (100, 500):
-            yield lambda job: held.append(_held(job.job, set()) + _held(job.store, set()))
-
-    script = [event for n in range(501) for event in generation(2 * n + 1, n, n + 1)]
-    Played(*begins(a=2), *script, max_restarts=10**6, restart_window_s=0)
-    after_200, after_1000 = held
-    assert after_1000 <= after_200

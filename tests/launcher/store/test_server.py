@@ -324,37 +324,6 @@ def test_the_newest_reason_counts_and_an_older_generation_changes_nothing(job):
     assert job.ask(0, GET, b"world1/k") == [(FAILED, b"there is generation 3")]
 
 
-def _held(job):
-    store = job.store
-    of_hosts = [each for host in job.hosts for each in (host.cache._values, host.cache._readers, host.cache._asked)]
-    of_store = [store._values, store._holders, store._wanted, store._dropping, store._agents]
-    return sum(map(len, [*of_store, *of_hosts]))
-
-
-def test_after_a_thousand_generations_nothing_is_left_of_them(job):
-    held = []
-    for generation in range(1, 1001):
-        keys = [b"world%d/%d" % (generation, number) for number in range(3)]
-        for host in (0, 1):
-            job.ask(host, SET, keys[host], b"v")
-            job.ask(host, GET, *keys[:2])
-            job.hosts[host].ask(GET, keys[2])
-            given = b"rank/%d/%d" % (host, generation)
-            job.hosts[host].ask(GET, given)
-            job.settle()
-            job.store.put(given, b"{}")
-            job.settle()
-            job.store.delete(given)
-        guest = Host(job.store)
-        guest.ask(GET, b"world%d/guest" % generation, b"rank/guest")
-        guest.let_travel()
-        job.store.lose(guest)
-        job.store.revoke(generation, "it is over")
-        job.settle()
-        held.append(_held(job))
-    assert held[-1] == held[0]
-
-
 def test_values_too_large_for_an_answer_are_refused(job):
     half = bytes(MAX_REQUEST_BYTES // 2)
     job.ask(0, SET, b"a", half)
