@@ -19,8 +19,6 @@ from hvdlite_launcher.elastic.membership import (
 )
 from hvdlite_launcher.plan.job_spec import ON_FAILURE, Policy
 from hvdlite_wire.store_requests import NewWorkerPolicy
-from hypothesis import given
-from hypothesis import strategies as st
 
 KILLED = "worker was killed by SIGKILL"
 
@@ -471,40 +469,6 @@ def test_a_host_that_loses_slots_keeps_the_ranks_that_min_np_needs():
     assert job.ask(0, 1).generations[-1] == [0, 1]
     job = running({"a": 2}, min_np=1).found({"a": 1})
     assert Dismiss(1, "slot 1 of a has been removed from the job") in job.ask(0, 1).actions
-
-
-EVENTS = st.lists(
-    st.tuples(st.sampled_from(["kill", "ask", "found", "lose", "wait"]), st.integers(0, 2**32)), max_size=60
-)
-
-
-@given(EVENTS, st.integers(1, 3), st.integers(3, 5) | st.none(), st.sampled_from([*ON_FAILURE.values()]))
-def test_whatever_happens_generations_are_right_and_the_job_goes_on_or_ends(events, min_np, max_np, on_failure):
-    job = Job({"a": 2, "b": 2}, min_np=min_np, max_np=max_np, on_failure=on_failure, cooldown_s=(5, 20))
-    for what, seed in events:
-        if job.over is not None:
-            break
-        draw = random.Random(seed)
-        before = len(job.generations)
-        asked_by = set()
-        if what == "kill" and job.living:
-            job.kill(draw.choice(sorted(job.living)))
-        elif what == "ask" and job.living:
-            asked_by = {draw.choice(sorted(job.living))}
-            job.ask(*asked_by)
-        elif what == "found":
-            job.found({host: draw.randrange(1, 4) for host in "abc" if draw.random() < 0.7})
-        elif what == "lose":
-            job.lose(draw.choice("ab"))
-        else:
-            job.wait(draw.randrange(30))
-        for members in job.generations[before:]:
-            assert min_np <= len(members) <= (max_np or 99)
-            assert len(set(members)) == len(members)
-            assert set(members) <= set(job.living)
-            old = [worker for worker in job.generations[-2] if worker in members] if len(job.generations) > 1 else []
-            assert members[: len(old)] == old
-        assert len(job.generations) - before <= 1
 
 
 @pytest.mark.parametrize("seed", range(20))
