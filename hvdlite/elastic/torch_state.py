@@ -11,7 +11,7 @@ Saved state is in memory: a copy of each tensor, on the same device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -322,6 +322,10 @@ def _handler_of(value: Any) -> StateHandler | None:
     return next((handler(value) for kind, handler in _registry.items() if isinstance(value, kind)), None)
 
 
+def _has_gpu_parameters(handlers: Iterable[StateHandler]) -> bool:
+    return any(param.is_cuda for each in handlers if isinstance(each, StateDictHandler) for param in each.params())
+
+
 # Among the names of objects, that of all other attributes together.
 _REST = "*"
 
@@ -368,8 +372,7 @@ class TorchState(ObjectState):
     def _require_ended(self) -> None:
         # A GPU's wait for a lost rank can only be aborted, while the program is ahead of it: then the optimizer has
         # used gradients that are no averages. So no rank saves before the collectives of all have ended well.
-        known = [each for each in self._handlers.values() if isinstance(each, StateDictHandler)]
-        if any(param.is_cuda for handler in known for param in handler.params()):
+        if _has_gpu_parameters(self._handlers.values()):
             require_ended("state.commit()")
             barrier()
         # Before anything is saved: a rank may be lost in it.

@@ -127,8 +127,7 @@ def _list(ranks: set[int]) -> str:
 
 
 def open_connection(inherited: str) -> int:
-    """Returns a duplicate of the file descriptor in PMI_FD, on which "init" has been sent; MPI closes the inherited
-    one.
+    """Returns a duplicate of the descriptor in PMI_FD, which MPI closes, on which "init" has been sent.
 
     Call it once per process: Slurm treats a second "init" as an error (MPICH's Hydra does not).
     """

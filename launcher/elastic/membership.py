@@ -132,9 +132,7 @@ class Membership:
         return self._workers.current
 
     def hosts_found(self, hosts: Mapping[str, int], now_s: float, *, are_wanted: bool = True) -> list[Action]:
-        """Sets the hosts and the slots of each. ``are_wanted``: hosts are listed, though perhaps none can be reached
-        yet.
-        """
+        """Sets the hosts and the slots of each. ``are_wanted``: some are listed, though none may be reached yet."""
         self._has_hosts = True
         self._are_wanted = are_wanted
         self._slots.found(hosts)
@@ -205,9 +203,7 @@ class Membership:
         return min((at_s for at_s in due if at_s is not None), default=None)
 
     def waiting_for_ranks(self) -> set[int]:
-        """Returns the workers in hvd.init() that wait for what the ranks do: no spares, which get a rank only once one
-        is lost.
-        """
+        """Returns the workers in hvd.init() that wait for what the ranks do: no spares, which wait for a loss."""
         if self.current is None:
             return {each.number for each in self._workers.asking()}
         members = [each for each in self._workers.members() if each.asks_after is not None]
@@ -262,9 +258,7 @@ class Membership:
         return bool(there) and len(there) + len(self._workers.joiners()) >= self._least()
 
     def _hands_over(self) -> bool:
-        """Whether no rank's place is left, and enough new workers have come to take the training over from one of the
-        ranks.
-        """
+        """Whether no rank's place is left, and enough new workers have come to take over from one of the ranks."""
         members, joiners = self._workers.members(), self._workers.joiners()
         is_gone = self._are_wanted and not any(self._slots.is_there(each.place) for each in members)
         return is_gone and bool(members) and len(joiners) >= self._least()

@@ -86,9 +86,7 @@ class Cache:
         self._revoked = Revoke(0, "")
 
     def request(self, operation: StoreRequest, payload: bytes, reply: Reply) -> Callable[[], object]:
-        """Calls ``reply(outcome, payload)`` once, now or later. Returns a function for a worker that disconnects
-        before.
-        """
+        """Calls ``reply(outcome, payload)`` once, now or later. Returns what a disconnection calls."""
         try:
             match operation:
                 case StoreRequest.GET | StoreRequest.WAIT:

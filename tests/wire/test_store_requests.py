@@ -1,10 +1,22 @@
-"""Workers' requests decode to what was encoded, however the bytes are split; invalid ones are refused at once."""
+"""Requests to the store, and the ranks that workers read there, come out as they went in, or are an error."""
+
+from __future__ import annotations
 
 import struct
 
 import pytest
 from hvdlite_wire.codec import MessageError
-from hvdlite_wire.store_requests import MAX_REQUEST_BYTES, RequestDecoder, StoreRequest, frame, pack, unpack
+from hvdlite_wire.store_requests import (
+    ANSWERS,
+    MAX_REQUEST_BYTES,
+    Dismissal,
+    RankAssignment,
+    RequestDecoder,
+    StoreRequest,
+    frame,
+    pack,
+    unpack,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,3 +63,14 @@ def test_a_bad_header_is_told_before_its_payload_is_waited_for(header):
 def test_a_second_request_before_the_first_is_answered_is_an_error():
     with pytest.raises(MessageError, match="invalid request"):
         RequestDecoder().feed(frame(StoreRequest.COUNT, b"") + frame(StoreRequest.COUNT, b""))
+
+
+@pytest.mark.parametrize("answer", [RankAssignment(4, 1, 2, 0), Dismissal("b has been removed")])
+def test_an_answer_comes_out_as_it_went_in(answer):
+    assert ANSWERS.decode(ANSWERS.encode(answer)) == answer
+
+
+@pytest.mark.parametrize("value", [b"", b"{}", b'["assigned",1,0,2]', b'["assigned",1,0,2,-1]', b'["dismissed",1]'])
+def test_anything_else_is_an_error(value):
+    with pytest.raises(MessageError):
+        ANSWERS.decode(value)

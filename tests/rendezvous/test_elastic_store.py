@@ -1,4 +1,4 @@
-"""A worker of an elastic job asks hvdlite-run for its rank in each generation."""
+"""A worker of an elastic job waits for its rank, answers hvdlite-run, and reads what others have left at their ends."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
-from hvdlite_wire.store_requests import ANSWERS, Dismissal, RankAssignment, assignment_key, standby_key
+from hvdlite_wire.store_requests import ANSWERS, Dismissal, RankAssignment, StoreRequest, assignment_key, standby_key
 from local_store import local_agents
 
 import hvdlite as hvd
 from hvdlite.errors import WorkerRemovedError
+from hvdlite.rendezvous import elastic_store
 from hvdlite.rendezvous.elastic_store import (
+    LastVotes,
     find_program,
+    leave_last_votes,
+    read_last_votes,
     take_back,
     tell_of_program,
     wait_for_rank,
@@ -127,3 +132,39 @@ def test_a_new_worker_that_is_given_a_rank_first_takes_that(agent):
         assignment = RankAssignment(1, 0, 1, 1)
         StoreClient(agent.path).set({assignment_key(7, 0): ANSWERS.encode(assignment)})
         assert waiting.result() == assignment
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    client = Mock()
+    monkeypatch.setattr(elastic_store, "StoreClient", Mock(from_url=lambda _: client))
+    monkeypatch.setattr(elastic_store, "KeyListener", lambda client, key, on_value, on_end: on_value)
+    return client
+
+
+def test_an_answer_has_how_long_the_rank_has_waited_and_what_it_knows_of_its_links(client):
+    keepalive = Mock(addresses=("10.0.0.1",), silences=lambda: {"10.0.0.2": 1.5})
+    answer = elastic_store.respond(ElasticWorker(3, "unix:///x"), lambda: 2.5, lambda: keepalive)
+    answer(b"7")
+    client.request.assert_called_once_with(
+        StoreRequest.ALIVE, [b"3", b"7", b"2500", b'[["10.0.0.1"],{"10.0.0.2":1.5}]']
+    )
+
+
+def test_a_rank_that_can_open_no_more_files_answers_without_its_links(client):
+    keepalive = Mock(silences=Mock(side_effect=OSError("Too many open files")))
+    answer = elastic_store.respond(ElasticWorker(3, "unix:///x"), lambda: 0.0, lambda: keepalive)
+    answer(b"7")
+    client.request.assert_called_once_with(StoreRequest.ALIVE, [b"3", b"7", b"0"])
+
+
+def test_all_that_was_left_is_read_in_every_generation(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # its own path may be longer than a socket's
+    with local_agents(tmp_path.relative_to(tmp_path)) as (agent,):
+        one, other = StoreClient(agent.path), StoreClient(agent.path)
+        assert read_last_votes(other) == []
+        leave_last_votes(one, LastVotes({0: 7}))
+        assert read_last_votes(other) == [LastVotes({0: 7})]
+        agent.store.revoke(3, "a worker has ended")
+        leave_last_votes(other, LastVotes({0: 7}, frozenset({(0, 6)})))
+        assert read_last_votes(one) == [LastVotes({0: 7}), LastVotes({0: 7}, frozenset({(0, 6)}))]
