@@ -92,17 +92,9 @@ OURS = Launcher(
     worker=job_contract.WORKER,
     store=job_contract.STORE,
 )
-ELASTIC = Launcher(
-    "hvdlite-run",
-    signs=(job_contract.ELASTIC, job_contract.WORKER),
-    # These two are not in the environment: `read_placement` takes them from the assignment.
-    rank=job_contract.RANK,
-    size=job_contract.SIZE,
-    # The slot on the host, which may be beyond the ranks that there are on it now.
-    local_rank=job_contract.LOCAL_RANK,
-    worker=job_contract.WORKER,
-    store=job_contract.STORE,
-)
+# The rank and size are not in the environment: `read_placement` takes them from the assignment. The local rank is the
+# slot on the host, which may be beyond the ranks that there are on it now.
+ELASTIC = replace(OURS, signs=(job_contract.ELASTIC, job_contract.WORKER), local_size=None)
 TORCHRUN = Launcher(
     "torchrun",
     signs=("RANK", "WORLD_SIZE"),

@@ -17,32 +17,27 @@ from hvdlite_wire.store_requests import pack, unpack
 
 
 @dataclass(frozen=True)
-class Want:
+class _OfKey:
+    key: bytes
+
+
+class Want(_OfKey):
     """Asks the launcher for the value of a key. The agent will keep a copy of it."""
 
-    key: bytes
 
-
-@dataclass(frozen=True)
-class Have:
-    """The answer to `Want`, sent once the key is set."""
-
-    key: bytes
-    value: bytes
-
-
-@dataclass(frozen=True)
-class Drop:
+class Drop(_OfKey):
     """Asks an agent to drop its copy of a value, before the value changes."""
 
-    key: bytes
+
+class Dropped(_OfKey):
+    """The answer to `Drop`: the agent has no copy any more and gives no worker the old value."""
 
 
 @dataclass(frozen=True)
-class Dropped:
-    """The answer to `Drop`: the agent has no copy any more and gives no worker the old value."""
+class Have(_OfKey):
+    """The answer to `Want`, sent once the key is set."""
 
-    key: bytes
+    value: bytes
 
 
 @dataclass(frozen=True)

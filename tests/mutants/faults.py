@@ -262,7 +262,7 @@ _RUNTIME = [
 _LAUNCHER = [
     Mutant(
         "all hosts have cross rank 0",
-        "launcher/plan/slots.py",
+        "launcher/plan/hosts.py",
         "            cross_ranks[local_rank] += 1\n",
         "            pass\n",
         ("tests/launcher/plan/test_slots.py::test_hosts_of_different_sizes_are_filled_in_order",),
@@ -324,8 +324,8 @@ _LAUNCHER = [
     Mutant(
         "workers that are being ended are counted as ranks",
         "launcher/elastic/elastic_workers.py",
-        "return not self.is_dismissed and not self.is_being_ended",
-        "return not self.is_dismissed",
+        "return self.why_dismissed is None and not self.is_being_ended",
+        "return self.why_dismissed is None",
         ("tests/launcher/elastic/test_membership.py::test_when_all_hosts_are_blacklisted_that_is_said_before_the_end",),
     ),
 ]
