@@ -10,8 +10,8 @@ hvdlite trains a PyTorch model on several ranks: it averages the gradients of an
 This module re-exports the public names of the packages below. Packages and modules import only what stands before
 them, and within a package its own docstring has the order:
 
-    errors < forks < values < faults < signing < ignored < environment < log < outside_graphs < debugger < rendezvous
-           < comm < shm < calls < coordinator < control < timeline < compression < runtime < ops < buckets < exchanges
+    errors < forks < values < faults < signing < environment < log < outside_graphs < debugger < rendezvous < comm
+           < shm < calls < coordinator < control < timeline < compression < runtime < ops < buckets < exchanges
            < steps < updates < optim < elastic < round_trips < balanced_batches < log_to < signal_saver < lightning
            < ray < worker
 

@@ -16,6 +16,7 @@ from worlds import run_worlds
 
 import hvdlite as hvd
 from hvdlite.environment import (
+    IGNORED,
     KNOWN,
     OF_USERS,
     PLACE_TAKEN,
@@ -24,10 +25,9 @@ from hvdlite.environment import (
     TRACE,
     Environment,
     Given,
-    Variable,
     read_environment,
+    remarks_of_ignored,
 )
-from hvdlite.ignored import IGNORED, remarks_of_ignored
 from hvdlite.log import log, open_log
 from hvdlite.optim.optimizer import DEFAULT_BUCKET_CAP_BYTES
 from hvdlite.runtime.world import current_world
@@ -144,9 +144,9 @@ def test_a_size_of_buckets_that_is_given_is_not_measured():
 
 
 def test_all_that_mean_nothing_here_are_named_in_one_line_with_why():
-    (remark,) = read_environment({f"HOROVOD_{each.name}": "7" for each in IGNORED}).remarks
+    (remark,) = read_environment(dict.fromkeys(IGNORED, "7")).remarks
     assert "\n" not in remark
-    assert all(f"HOROVOD_{each.name}" in remark and each.why in remark for each in IGNORED)
+    assert all(name in remark and why in remark for name, why in IGNORED.items())
     assert read_environment({"HOROVOD_CONTROLLER": "gloo", "HOROVOD_AUTOTUNE": "0"}).remarks == ()
 
 
@@ -188,39 +188,46 @@ def test_horovods_prefix_on_a_variable_that_hvdlite_alone_has_is_named_with_the_
 
 
 def test_horovods_own_with_hvdlites_prefix_say_why_they_have_no_effect():
-    (remark,) = read_environment({f"HVDLITE_{each.name}": "7" for each in IGNORED}).remarks
-    assert all(f"HVDLITE_{each.name}" in remark and each.why in remark for each in IGNORED)
+    why_of = {name.replace("HOROVOD_", "HVDLITE_"): why for name, why in IGNORED.items()}
+    (remark,) = read_environment(dict.fromkeys(why_of, "7")).remarks
+    assert all(name in remark and why in remark for name, why in why_of.items())
     assert "not known" not in remark
     assert read_environment({"HVDLITE_CONTROLLER": "gloo"}).remarks == ()
 
 
-def row_of_page(variable: Variable) -> str:
-    ours = ", ".join(f"`{name}`" for name in reversed(variable.names) if name.startswith("HVDLITE_"))
-    in_horovod = "–" if variable.horovods is None else "✓"
-    return f"| {ours} | {in_horovod} | {variable.format.allowed} | {variable.default} | {variable.meaning} |"
+def rows_of_page() -> dict[tuple[str, ...], list[str]]:
+    """Returns the rows of the page's table, each by the names in it, as texts of the columns after these."""
+    page = (ROOT / "docs" / "variables.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in re.findall(r"(?m)^\| `.*$", page)]
+    return {tuple(re.findall(r"\w+", names)): columns for names, *columns in rows}
 
 
 def test_the_page_of_variables_lists_what_a_user_may_set_as_the_table_has_it():
-    page = (ROOT / "docs" / "variables.md").read_text()
-    assert re.findall(r"(?m)^\| `.*$", page) == [row_of_page(variable) for variable in OF_USERS]
+    listed = [(set(names), horovods) for names, (horovods, *_) in rows_of_page().items()]
+    assert listed == [
+        ({name for name in each.names if name.startswith("HVDLITE_")}, "✓" if each.is_horovods else "–")
+        for each in OF_USERS
+    ]
 
 
-def test_a_default_that_is_written_as_a_value_is_the_one_that_counts():
+def test_a_default_that_the_page_has_as_a_value_is_the_one_that_counts():
     unset = replace(Environment(), fusion_threshold_bytes=DEFAULT_BUCKET_CAP_BYTES)
-    written = {field: each for field, each in READ_BY_INIT.items() if each.default.isdigit()}
+    pages = {names[0]: default for names, (_, _, default, _) in rows_of_page().items() if default.isdigit()}
+    written = {field: each for field, each in READ_BY_INIT.items() if f"HVDLITE_{each.name}" in pages}
     assert len(written) == 14
     for field, variable in written.items():
-        assert variable.read(Given(variable.name, variable.default)) == getattr(unset, field), field
+        name = f"HVDLITE_{variable.name}"
+        assert variable.read(Given(name, pages[name])) == getattr(unset, field), field
 
 
 def test_all_variables_of_horovods_are_in_the_table_and_none_besides():
-    horovods = {f"HOROVOD_{each.name}" for each in IGNORED} | {name for name in KNOWN if name.startswith("HOROVOD_")}
+    horovods = {*IGNORED, *(name for name in KNOWN if name.startswith("HOROVOD_"))}
     of_building = {"HOROVOD_GPU_OPERATIONS", "HOROVOD_WITH_PYTORCH"}
     assert horovods | of_building == set(horovod_names.VARIABLES)
 
 
 def test_every_name_in_the_table_is_there_once():
-    names = [name for each in (*OF_USERS, *SET_FOR_WORKERS) for name in each.names]
+    names = [*(name for each in OF_USERS for name in each.names), *SET_FOR_WORKERS]
     assert len(names) == len(set(names)) == len(KNOWN - {PLACE_TAKEN})
 
 
@@ -235,7 +242,7 @@ def test_every_variable_that_sources_and_pages_name_is_known():
     assert len(names) > 20
     for name in names:
         # Its value may be wrong; only that it is set is known.
-        assert remarks_of_ignored({name: "1"}, KNOWN) == (), name
+        assert remarks_of_ignored({name: "1"}) == (), name
 
 
 def test_what_hvdlite_run_tells_is_read_by_the_table_alone():

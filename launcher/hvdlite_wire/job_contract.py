@@ -4,8 +4,7 @@ The environment variables that hvdlite-run sets for each worker, the files in th
     hvdlite-run ── variables ──► worker ── empty files, a socket, stacks ──► the host's agent
     HVDLITE_CHAOS ── kill@vote:7,segv@voted:9 ──► worker ── ask_key ──► may it? ── answer_key: b"now" or b"later"
 
-`hvdlite_launcher.plan.worker_environment` sets the variables; what each means is told there. `hvdlite.environment` has
-their rows of the documentation.
+`hvdlite_launcher.plan.worker_environment` sets the variables; what each means is told there.
 """
 
 from __future__ import annotations

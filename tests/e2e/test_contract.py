@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 from hvdlite_launcher.cli import horovodrun_flags
@@ -18,8 +19,8 @@ from hvdlite_launcher.plan.worker_environment import (
 from hvdlite.environment import (
     DEFAULT_STALL_WARNING_S,
     DEFAULT_TIMEOUT_S,
+    OF_USERS,
     READ_BY_INIT,
-    READ_ELSEWHERE,
     SET_FOR_WORKERS,
     Environment,
     read_environment,
@@ -70,11 +71,12 @@ def test_the_help_of_the_flags_names_the_librarys_own_defaults():
         assert f"({default:g})" in help_of[flag], flag
 
 
-@pytest.mark.parametrize("name", ["START_TIMEOUT", "ELASTIC_TIMEOUT"])
-def test_the_help_of_hvdlite_run_has_the_tables_names_and_default_of_its_own_variables(name):
-    variable = next(each for each in READ_ELSEWHERE if each.name == name)
-    said = f"({' or '.join(variable.names)} where it is set, else {variable.default})"
-    assert said in " ".join(HELP.split())
+@pytest.mark.parametrize(("name", "default"), [("START_TIMEOUT", 60), ("ELASTIC_TIMEOUT", 600)])
+def test_the_help_of_hvdlite_run_has_the_tables_names_and_default_of_its_own_variables(name, default):
+    variable = next(each for each in OF_USERS if each.name == name)
+    assert f"({' or '.join(variable.names)} where it is set, else {default})" in " ".join(HELP.split())
+    page = (Path(__file__).parents[2] / "docs" / "variables.md").read_text()
+    assert f"| `HVDLITE_{name}` | ✓ | seconds | {default} |" in page
 
 
 def test_the_library_reads_the_placement_that_the_launcher_planned():
@@ -104,8 +106,7 @@ def test_of_other_launchers_variables_no_other_host_is_sent_any_and_workers_see_
 
 
 def test_the_librarys_table_has_what_hvdlite_run_sets_for_workers():
-    names = {name for each in SET_FOR_WORKERS for name in each.names}
-    assert names == {name for name in OWN_VARIABLES if name.startswith(("HVDLITE_", "HOROVOD_"))}
+    assert {name for name in OWN_VARIABLES if name.startswith(("HVDLITE_", "HOROVOD_"))} == SET_FOR_WORKERS
 
 
 def test_what_flags_of_horovodrun_set_is_read_by_the_library():
