@@ -12,12 +12,11 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from .. import forks
+from .. import forks, timeline
 from ..comm.group import Group
 from ..comm.step_clock import RankPace as RankPace  # noqa: PLC0414  # `hvdlite` re-exports both from this module
 from ..log import log
 from ..outside_graphs import outside_graphs
-from ..timeline import session as timeline
 from ..values import is_file_name, shown
 from .process_set import ProcessSet as ProcessSet  # noqa: PLC0414
 from .process_set import SetMembership, check_process_set

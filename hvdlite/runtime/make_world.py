@@ -25,6 +25,7 @@ from hvdlite_wire.linux import LOOPBACK, interface_with
 from hvdlite_wire.store_requests import RankAssignment
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from .. import timeline
 from ..calls.generation import Generation
 from ..calls.operation import Controller
 from ..comm.engine import Engine, EngineFactory
@@ -43,7 +44,6 @@ from ..rendezvous.rank_info import RankInfo, agree_on_secret, exchange_rank_info
 from ..shm.kept_memory import KeptMemory
 from ..shm.shm_factory import ShmEngineFactory
 from ..signing import Signer
-from ..timeline import session as timeline
 from .process_set import Registry
 from .survival import Survival
 

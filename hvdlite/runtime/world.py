@@ -27,7 +27,7 @@ from hvdlite_wire.job_contract import JOB_DIR, STORE, WORKER
 from hvdlite_wire.store_requests import RankAssignment
 from hvdlite_wire.worker_status import OwnStatus, Pace, Wait
 
-from .. import forks
+from .. import forks, timeline
 from ..comm import deferred_close
 from ..debugger import wait_for_debugger
 from ..environment import READ_BY_INIT, CheckParameters, Environment, read_environment
@@ -52,7 +52,6 @@ from ..rendezvous.launchers import mark_taken, place_in, read_elastic_worker, re
 from ..rendezvous.placement import GivenPlace
 from ..rendezvous.process_state import ProcessState
 from ..rendezvous.store_client import StoreClient
-from ..timeline import session as timeline
 from ..values import MOST, seconds, shown, whole_number
 from .bootstrap import enter
 from .departure import Exchanged, hasten_end, leave_at_exit

@@ -25,8 +25,8 @@ STAGES = (
     "hvdlite.control.control_client.ControlClient",
     "hvdlite.control.control_client.ControlClient.open_group",
     "hvdlite.control.control_client.ControlClient.start",
-    "hvdlite.timeline.session.start",
-    "hvdlite.timeline.session._begin",
+    "hvdlite.timeline.start",
+    "hvdlite.timeline._begin",
     "hvdlite.runtime.make_world.Registry",
     "hvdlite.runtime.process_set.Registry.add",
 )

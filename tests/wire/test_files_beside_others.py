@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hvdlite_wire import safe_paths
 
-from hvdlite.timeline.destination import FilePerRank, OneFile, open_part
+from hvdlite.timeline import Destination, open_part
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes what is another user's")
 OTHER = 54321
@@ -91,9 +91,9 @@ def test_another_users_link_is_named_and_not_written_through(tree, path):
 @pytest.mark.usefixtures("tree", "_as_user")
 def test_a_timeline_is_written_through_none_of_another_users_links(tree):
     with pytest.raises(OSError, match="symbolic link of another user"):
-        OneFile(tree / "way" / "t.json").prepare()
+        Destination(f"{tree}/way/t.json", 1).prepare()
     with pytest.raises(OSError, match="symbolic link of another user"):
-        FilePerRank(tree / "way" / "traces", 1).prepare()
+        Destination(f"{tree}/way/traces/", 1).prepare()
     # One of the names that a timeline uses beside its own.
     for name in ("t.json.unfinished", "t.json.rank.0.part"):
         (tree / "file").rename(tree / name)
@@ -102,7 +102,7 @@ def test_a_timeline_is_written_through_none_of_another_users_links(tree):
                 file.write(b'{"of": "a rank"},\n')
             assert not (tree / name).is_symlink()
         else:
-            OneFile(tree / "t.json").write({0: b'{"of": "all"},\n'})
+            Destination(f"{tree}/t.json", 1).write({0: b'{"of": "all"},\n'})
             assert '"all"' in (tree / "t.json").read_text()
             (tree / "file").symlink_to("value")
         assert (tree / "value").read_text() == "of value"
@@ -113,4 +113,4 @@ def test_parts_that_are_links_are_none(tmp_path):
     (tmp_path / "t.json.rank.1.part").symlink_to("secret")
     (tmp_path / "t.json.rank.\N{SUPERSCRIPT TWO}.part").write_bytes(b"")
     (tmp_path / "t.json.rank.0.part").write_bytes(b'{"own": 1},\n')
-    assert OneFile(tmp_path / "t.json").parts_there() == {0: tmp_path / "t.json.rank.0.part"}
+    assert Destination(f"{tmp_path}/t.json", 1).parts_there() == {0: tmp_path / "t.json.rank.0.part"}
