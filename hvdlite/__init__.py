@@ -18,7 +18,7 @@ them, and within a package its own docstring has the order:
 ``__init__.pyi`` and ``shared_names.pyi`` list the public names, for type checkers and for this module. A name is
 imported when the program first uses it: `import hvdlite` itself loads none of these packages.
 
-Only `worker.run_in_workers` imports hvdlite_launcher, when `run` is called. Three more modules import this one:
+Only `worker.functions` imports hvdlite_launcher, when `run` is called. Three more modules import this one:
 `torch`, which has the same functions with Horovod's signatures; `horovod`, with which programs can import them as
 `horovod.torch`; and `bench`, the benchmarks.
 """

@@ -75,4 +75,4 @@ from .runtime.world import (
     shutdown as shutdown,
     size as size,
 )
-from .worker.run_in_workers import run as run
+from .worker.functions import run as run

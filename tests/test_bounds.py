@@ -37,8 +37,8 @@ MANY_ARGUMENTS = {
     "SyncBatchNorm": 9,
 }
 MANY_MODULES = {}
-# `hvd.Compression` and `horovod.torch.Compression`, and the executors of both packages.
-TWICE = {"Compression": 2, "RayExecutor": 2}
+# `hvd.Compression` and `horovod.torch.Compression`.
+TWICE = {"Compression": 2}
 
 
 class Definition(NamedTuple):

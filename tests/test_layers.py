@@ -90,8 +90,7 @@ def test_the_library_imports_torch_hvdlite_wire_and_the_standard_library_alone()
     # The only import of the launcher, and cloudpickle for a caller's own functions; both are imported only on use.
     # The benchmark imports what it draws and compares with only on use.
     exceptions = {
-        "worker.run_in_workers": {"hvdlite_launcher"},
-        "worker.worker_main": {"cloudpickle"},
+        "worker.functions": {"hvdlite_launcher", "cloudpickle"},
         "ops.broadcast": {"cloudpickle"},
         "compression.cupy_program": {"cupy"},
         "bench.ranks": {"psutil"},

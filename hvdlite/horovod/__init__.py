@@ -7,26 +7,24 @@ The shim: runs programs written for Horovod on hvdlite without changing a line o
 Both call `install`. From then on, ``import horovod`` imports this package, and ``import horovod.torch`` its `torch`, in
 this process and in those that it starts. The shim installs no package named horovod and changes none that is installed.
 
-    finder     makes `import horovod.x` find hvdlite.horovod.x, most of which are made from a table in `modules`
-    runner, helpers, beginning, ray_executor    what has another form under Horovod's names
-    program    runs a program as Python would run it, after `install`
-    path/      a directory with a package `horovod`, for the PYTHONPATH of child processes
+    finder    makes `import horovod.x` find hvdlite.horovod.x, which are made from a table
+    names     what has another form under Horovod's names
+    path/     a directory with a package `horovod`, for the PYTHONPATH of child processes
 """
 
 from __future__ import annotations
 
 import importlib
 
-from . import modules
-from .finder import install
-from .runner import run
+from .finder import install, make_importable
+from .names import run
 
 # Programs compare it with Horovod's versions: this is Horovod's last release, whose behaviour hvdlite has.
 __version__ = "0.28.1+hvdlite"
 
 __all__ = ["__version__", "install", "run"]
 
-modules.make_importable()
+make_importable()
 
 # Programs use horovod.common without importing it.
 importlib.import_module(".common", __name__)

@@ -1,7 +1,10 @@
 """
-The import hook that makes ``import horovod.x`` import ``hvdlite.horovod.x``: one module under two names.
+The import hooks of the shim: ``import horovod.x`` imports ``hvdlite.horovod.x``, one module under two names.
 
-`install` adds it to ``sys.meta_path``. In a child process, the package in ``path/`` calls `install`.
+    import horovod.torch.mpi_ops ── Finder ── hvdlite.horovod.torch.mpi_ops ── TableFinder ── its row of `MODULES`
+
+`install` adds `Finder` to ``sys.meta_path``; `TableFinder` is there once this package is imported. In a child process,
+the package in ``path/`` calls `install`. `refusal` says why some of Horovod's modules are not there.
 """
 
 from __future__ import annotations
@@ -17,12 +20,134 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from .modules import refusal
-
 NAME = "horovod"
 _OWN_PREFIX = "hvdlite."
 # A directory that contains only a package `horovod`.
 CHILDREN_PATH = str(Path(__file__).with_name("path"))
+
+_PACKAGE = __package__ + "."
+_BUILDS = "ccl_built cuda_built ddl_built gloo_built mpi_built nccl_built rocm_built"
+
+# By Horovod's module, without ``horovod.``: the names that it has from each module of hvdlite's. Later ones replace
+# earlier ones. "*": all public names. A module is a package if others are in it, which are imported with it.
+MODULES: dict[str, dict[str, str]] = {
+    "common": {},
+    "common.basics": {"hvdlite.horovod.names": "HorovodBasics"},
+    "common.elastic": {"hvdlite.elastic": "ObjectState State run_fn"},
+    "common.exceptions": {
+        "hvdlite.torch": "HorovodInternalError",
+        "hvdlite.horovod.names": "HorovodVersionMismatchError",
+        "hvdlite.elastic": "HostsUpdatedInterrupt",
+    },
+    "common.process_sets": {"hvdlite.torch": "ProcessSet add_process_set global_process_set remove_process_set"},
+    "common.util": {
+        "hvdlite.torch": "check_extension",
+        "hvdlite.horovod.names": (
+            f"{_BUILDS} env extension_available gpu_available is_iterable is_version_greater_equal_than "
+            "num_rank_is_power_2 split_list"
+        ),
+    },
+    "data": {"hvdlite.horovod.names": "AsyncDataLoaderMixin BaseDataLoader"},
+    "data.data_loader_base": {"hvdlite.horovod.names": "AsyncDataLoaderMixin BaseDataLoader"},
+    "ray": {"hvdlite.ray": "RayExecutor"},
+    "ray.runner": {"hvdlite.ray": "RayExecutor"},
+    "runner": {"hvdlite.horovod.names": "run"},
+    # Found, so that ``python -m`` says what to use instead; its import raises an error that says so too.
+    "runner.launch": {},
+    "torch": {"hvdlite.torch": "*", "hvdlite.horovod.names": "broadcast_optimizer_state init"},
+    "torch.compression": {
+        "hvdlite.compression.horovod_compressors": (
+            "BF16Compressor Compression Compressor FP16Compressor NoneCompressor"
+        )
+    },
+    "torch.elastic": {"hvdlite.elastic": "ElasticSampler ObjectState State TorchState run"},
+    "torch.elastic.sampler": {"hvdlite.elastic": "ElasticSampler"},
+    "torch.elastic.state": {
+        "hvdlite.elastic": "ElasticSampler ObjectState TorchState",
+        "hvdlite.elastic.torch_state": (
+            "ModelStateHandler OptimizerStateHandler SamplerStateHandler StateHandler get_handler_registry "
+            "set_handler_registry"
+        ),
+    },
+    "torch.functions": {
+        "hvdlite.torch": "allgather_object broadcast_object broadcast_parameters",
+        "hvdlite.horovod.names": "broadcast_optimizer_state",
+    },
+    "torch.mpi_ops": {"hvdlite.torch": "*", "hvdlite": "is_homogeneous", "hvdlite.horovod.names": "init"},
+    "torch.optimizer": {"hvdlite.torch": "DistributedOptimizer"},
+    "torch.sync_batch_norm": {"hvdlite.torch": "SyncBatchNorm"},
+}
+
+_REFUSED = {
+    "run": "it is a function, not a module: from horovod import run",
+    "runner.launch": "hvdlite has no horovodrun: use hvdlite-run --horovod, with its flags, or horovod.run()",
+    "spark": "hvdlite does not support spark: start PyTorch programs with hvdlite-run or horovod.run()",
+    **dict.fromkeys(
+        ("tensorflow", "keras", "_keras", "mxnet"),
+        "hvdlite supports only PyTorch: use horovod.torch",
+    ),
+    **dict.fromkeys(
+        ("ray.elastic", "ray.elastic_v2", "ray.ElasticRayExecutor"),
+        "hvdlite's RayExecutor has a fixed number of ranks: use hvdlite-run --min-np, or horovod.run()",
+    ),
+}
+
+
+def make_importable() -> None:
+    """Make the modules of the table importable as modules of this package. Does nothing on a second call."""
+    if not any(isinstance(finder, TableFinder) for finder in sys.meta_path):
+        sys.meta_path.append(TableFinder())
+
+
+class TableFinder(MetaPathFinder):
+    """Finds the modules of the table, by their names in this package."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        name = fullname.removeprefix(_PACKAGE)
+        if name == fullname or name not in MODULES:
+            return None
+        return ModuleSpec(fullname, _TableLoader(name), is_package=bool(_modules_in(name)))
+
+
+class _TableLoader(Loader):
+    """Fills a module with the names of its row."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Returns nothing: the import system makes the module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        if (reason := refusal(f"horovod.{self._name}")) is not None:
+            raise ModuleNotFoundError(reason)
+        public: dict[str, object] = {}
+        for origin, names in MODULES[self._name].items():
+            found = importlib.import_module(origin)
+            public |= {name: getattr(found, name) for name in (found.__all__ if names == "*" else names.split())}
+        module.__dict__.update(public, __all__=list(public), __getattr__=self._missing)
+        for name in _modules_in(self._name):
+            if refusal(f"horovod.{name}") is None:
+                importlib.import_module(_PACKAGE + name)
+
+    def _missing(self, name: str) -> object:
+        """Raises the error for a name that the module does not have."""
+        if (reason := refusal(f"horovod.{self._name}.{name}")) is not None:
+            raise ImportError(reason)
+        raise AttributeError(f"module {_PACKAGE + self._name!r} has no attribute {name!r}")
+
+
+def _modules_in(package: str) -> list[str]:
+    return [name for name in MODULES if name.rpartition(".")[0] == package]
+
+
+def refusal(fullname: str) -> str | None:
+    """Returns why hvdlite does not have this module of Horovod's; None without a known reason."""
+    parts = fullname.split(".")[1:]
+    reasons = (_REFUSED.get(".".join(parts[:count])) for count in range(1, len(parts) + 1))
+    return next((f"{fullname}: {reason}" for reason in reasons if reason is not None), None)
 
 
 def install() -> None:
@@ -70,9 +195,10 @@ class Finder(MetaPathFinder):
             return None
         if fullname != NAME and not fullname.startswith(NAME + "."):
             return None
-        own = importlib.util.find_spec(_OWN_PREFIX + fullname) if _is_package_of(fullname) else None
+        own = importlib.util.find_spec(_OWN_PREFIX + fullname)
         if own is None:
-            _refuse_import(_why_not(fullname))
+            has = "it has horovod.torch, horovod.common and horovod.runner"
+            _refuse_import(refusal(fullname) or f"{fullname}: hvdlite does not have this module of Horovod; {has}")
             return None
         spec = ModuleSpec(fullname, AliasLoader(own.name), origin=own.origin)
         spec.submodule_search_locations = own.submodule_search_locations
@@ -108,13 +234,3 @@ def _refuse_import(why: str) -> None:
     if asker is None or asker.f_globals.get("__name__") != "importlib.util":
         # Without the argument `name`: with it, `from horovod import x` would replace the message.
         raise ModuleNotFoundError(why)
-
-
-def _is_package_of(fullname: str) -> bool:
-    parent = fullname.rpartition(".")[0]
-    return not parent or importlib.util.find_spec(_OWN_PREFIX + parent) is not None
-
-
-def _why_not(fullname: str) -> str:
-    has = "it has horovod.torch, horovod.common and horovod.runner"
-    return refusal(fullname) or f"{fullname}: hvdlite does not have this module of Horovod; {has}"

@@ -4,12 +4,12 @@ Ranks as Ray's workers: `RayExecutor`, with Horovod's methods, and `HvdliteConfi
     RayExecutor    actors of its own in a placement group ─┐
     HvdliteConfig  the workers that a trainer has started ─┴─ each takes a place ── hvd.init() connects the ranks
 
-Ranks find each other through an actor that has their store (`store_actor`); hvdlite opens no port for it. Needs Ray,
+Ranks find each other through an actor that has their store (`places`); hvdlite opens no port for it. Needs Ray,
 which is imported with this package; `HvdliteConfig` needs ``ray[train]`` too, which is imported when it is first used.
 
 Modules import only what stands before them:
 
-    ray_package < store_actor < places < executor < train
+    places < executor < train
 """
 
 from __future__ import annotations

@@ -12,17 +12,16 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from ..errors import CommunicationError
 from ..runtime.world import shutdown
 from ..values import seconds, shown, whole_number
-from .places import RayPlace, WorkerFacts, in_order_of_ranks, own_facts, places_of, take
-from .ray_package import import_ray
-from .store_actor import start_store
+from .places import RayPlace, import_ray, in_order_of_ranks, own_facts, places_of, start_store, take
 
 _ray = import_ray("ray")
 _errors = import_ray("ray.exceptions")
@@ -52,8 +51,8 @@ class _RankActor:
     def __repr__(self) -> str:
         return self._name  # Ray puts it before each line of output, and into errors
 
-    def facts(self) -> WorkerFacts:
-        return own_facts()
+    def apply(self, fn: Callable[[], Any]) -> Any:
+        return fn()
 
     def take(self, place: RayPlace, store: Any) -> None:
         self._name = f"rank {place.placement.rank}"
@@ -73,9 +72,6 @@ class _RankActor:
     def execute(self, fn: Callable[[Any], Any]) -> Any:
         return self.call(fn, (self._executable,), {})
 
-    def leave(self) -> None:
-        shutdown()
-
 
 class RayExecutor:
     """Ranks as actors of Ray, which live from `start` to `shutdown`.
@@ -91,9 +87,6 @@ class RayExecutor:
     ValueError: the number of ranks is fixed. ``elastic_timeout`` and ``override_discovery`` have a meaning with these
     alone.
     """
-
-    # Called in each worker before anything else is; the shim's executor has one.
-    _prepare: ClassVar[Callable[[], object] | None] = None
 
     def __init__(
         self,
@@ -112,14 +105,11 @@ class RayExecutor:
         elastic_timeout: int = 600,
         override_discovery: bool = True,
     ) -> None:
-        elastic: dict[str, object] = {"min_workers": min_workers, "max_workers": max_workers}
-        elastic |= {"reset_limit": reset_limit, "cooldown_range": cooldown_range}
-        for name, given in elastic.items():
-            if given is not None:
-                raise ValueError(
-                    f"RayExecutor({name}={shown(given)}): the number of ranks is fixed here: pass num_workers, or use "
-                    "hvdlite-run --min-np for an elastic job"
-                )
+        if any(given is not None for given in (min_workers, max_workers, reset_limit, cooldown_range)):
+            raise ValueError(
+                "RayExecutor(min_workers, max_workers, reset_limit, cooldown_range): the number of ranks is fixed: "
+                "pass num_workers, or use hvdlite-run --min-np for an elastic job"
+            )
         if (num_workers is None) == (num_hosts is None):
             raise ValueError("RayExecutor: pass either num_workers or num_hosts, with num_workers_per_host")
         if gpus_per_worker is not None and not use_gpu:
@@ -152,18 +142,11 @@ class RayExecutor:
         placement_group_timeout_s: float = 100,
         nics: Sequence[str] | None = None,
     ) -> ExecutorSettings:
-        """Returns settings for the constructor. Arguments of ssh are refused: Ray starts the workers.
-
-        ``nics`` is refused too: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME by ``start(extra_env_vars=...)`` where
-        the ranks are to use another interface than Ray does.
-        """
-        for name, given in (("ssh_identity_file", ssh_identity_file), ("ssh_str", ssh_str)):
-            if given is not None:
-                raise ValueError(f"create_settings({name}=...): leave it out, Ray starts the workers without ssh")
-        if nics is not None:
+        """Returns settings for the constructor. Arguments of ssh and ``nics`` are refused."""
+        if any(given is not None for given in (ssh_identity_file, ssh_str, nics)):
             raise ValueError(
-                "create_settings(nics=...): leave it out; GLOO_SOCKET_IFNAME in start(extra_env_vars=...) names an "
-                "interface other than Ray's"
+                "create_settings(ssh_identity_file, ssh_str, nics): leave them out: Ray starts the workers without "
+                "ssh, and GLOO_SOCKET_IFNAME in start(extra_env_vars=...) names an interface other than Ray's"
             )
         return ExecutorSettings(
             seconds(timeout_s, "timeout_s"), seconds(placement_group_timeout_s, "placement_group_timeout_s")
@@ -200,16 +183,18 @@ class RayExecutor:
     def _start_workers(self, extra_env_vars: Mapping[str, str] | None) -> None:
         environment = {"runtime_env": {"env_vars": dict(extra_env_vars)}} if extra_env_vars else {}
         options = {"num_cpus": self._per_worker["CPU"], "num_gpus": self._per_worker.get("GPU", 0), **environment}
+        # Where this program runs under the shim of Horovod, so do its workers.
+        prepare = getattr(sys.modules.get("hvdlite.horovod"), "install", None)
         actor = _ray.remote(_RankActor)
         given = _placement_groups.get_current_placement_group() if self._use_current_group else None
         group = given or self._make_group()
         for number in range(self.num_workers):
             bundle = -1 if given else number // self._per_bundle
             where = _scheduling.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-            self._workers.append(actor.options(scheduling_strategy=where, **options).remote(type(self)._prepare))
+            self._workers.append(actor.options(scheduling_strategy=where, **options).remote(prepare))
         timeout_s = self._settings.timeout_s
         try:
-            facts = _ray.get([worker.facts.remote() for worker in self._workers], timeout=timeout_s)
+            facts = _ray.get([worker.apply.remote(own_facts) for worker in self._workers], timeout=timeout_s)
         except _errors.GetTimeoutError:
             raise TimeoutError(
                 f"RayExecutor.start(): not all of {self.num_workers} workers have started within "
@@ -276,7 +261,9 @@ class RayExecutor:
         if workers:
             with suppress(_errors.RayError):
                 # Ranks in the middle of a function do not answer; they are killed as they are.
-                _ray.wait([worker.leave.remote() for worker in workers], num_returns=len(workers), timeout=_LEAVING_S)
+                _ray.wait(
+                    [worker.apply.remote(shutdown) for worker in workers], num_returns=len(workers), timeout=_LEAVING_S
+                )
         for worker in workers:
             _ray.kill(worker)
         if self._store is not None:

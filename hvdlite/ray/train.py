@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..runtime.world import shutdown
-from .places import own_facts, places_of, take
-from .ray_package import import_ray
-from .store_actor import start_store
+from .places import import_ray, own_facts, places_of, start_store, take
 
 _ray = import_ray("ray")
 _Backend: Any = import_ray("ray.train.backend", "[train]").Backend

@@ -3,8 +3,8 @@
 
     calling thread ── StoreClient.request ── an idle connection, or a new one ── agent ── launcher
 
-`launcher_store` makes a `torch.distributed.Store` of it; `worker_main` and `runtime.connect_ranks` call it too. It does
-not import torch.
+`launcher_store` makes a `torch.distributed.Store` of it; `worker.functions` and `runtime.connect_ranks` call it too. It
+does not import torch.
 """
 
 from __future__ import annotations

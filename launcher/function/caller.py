@@ -1,6 +1,6 @@
 """Calls a function in many workers: `run`, in the process of its caller.
 
-    run ── FunctionCall ────► function_runner ── store ──► hvdlite.worker.worker_main, in every worker
+    run ── FunctionCall ────► function_runner ── store ──► hvdlite.worker.functions, in every worker
         ◄── FunctionResults ──                 ◄── store ──
 
 It pickles the function, starts a `function_runner` process that runs the job, and unpickles the results: what the

@@ -4,7 +4,7 @@
 before that, the caller has ended or was interrupted, and the job is ended. It is a separate process because a job
 adopts and ends orphaned processes, and needs the main thread and the signals: a user's program must keep these.
 
-The keys in the store are a contract with `hvdlite.worker.worker_main`. ``call`` is the pickled call, ``return/WORKER``
+The keys in the store are a contract with `hvdlite.worker.functions`. ``call`` is the pickled call, ``return/WORKER``
 is the result of the worker with this number, and ``returned`` lists those with a result, each followed by a blank. The
 first two are large values, as `hvdlite.rendezvous.store_client` sets and gets them.
 """
@@ -28,7 +28,7 @@ from .caller import FunctionCall, FunctionResults
 
 # For each host's own Python. Not -m, which puts the working directory on sys.path: it may contain a queue.py, and it
 # need not be on the caller's sys.path.
-_WORKER = "import sys; sys.path[:] = filter(None, sys.path); from hvdlite.worker.worker_main import main; main()"
+_WORKER = "import sys; sys.path[:] = filter(None, sys.path); from hvdlite.worker.functions import main; main()"
 
 
 def main() -> int:

@@ -183,9 +183,6 @@ def main():
         raise KeyboardInterrupt
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "hook":
-        sys.excepthook = wrong_hook
-        raise ValueError("no")
     if how == "exit":
         sys.exit("bye")
     if how == "thread":
@@ -194,9 +191,6 @@ def main():
         from torch.utils.data import DataLoader
         for context in ("fork", "spawn"):
             show(context, list(DataLoader([1, 2], num_workers=1, multiprocessing_context=context)))
-
-def wrong_hook(*_):
-    raise RuntimeError("wrong")
 
 if __name__ == "__main__":
     main()
@@ -236,13 +230,13 @@ def probe(tmp_path) -> Path:
         "-uX dev -W error::SyntaxWarning ./probe.py raise",
         "probe.py interrupt",
         "probe.py kill",
-        "-E probe.py hook",
+        "-E probe.py raise",
         "-B probe.py exit",
         "probe.py thread",
         "-O probe.py loader",
         "-m pack.probe raise",
         "-m pack loader",
-        "-c from\tprobe\timport\tmain;main() hook",
+        "-c from\tprobe\timport\tmain;main() raise",
         "wrong.py",
     ],
 )

@@ -8,7 +8,7 @@ A process cannot be given to another parent, and a worker has to be a child of i
 copy of the server, through its remote parent. It begins with a fork source: a child that does nothing but fork what
 becomes a child of the agent, as `hvdlite.worker.fork_server` does for workers that replace others. Copies and new
 processes differ in how they come to be alone; each program begins in the interpreter's main program, by
-`hvdlite.worker.forked_program`.
+`hvdlite.worker.fork_server`.
 
 A worker is a copy only where that makes no difference to its program; otherwise the agent starts it as it would without
 this: it is no program of Python's, does not use torch, or has options or variables that an interpreter reads when it
@@ -53,7 +53,7 @@ from hvdlite_launcher.protocol.messages import StartJob
 from hvdlite_launcher.system import process_tree
 
 import hvdlite
-from hvdlite.worker import fork_server, forked_program
+from hvdlite.worker import fork_server
 
 _ANSWER_BYTES = 64
 _IS_LONG = os.environ.get("TEST_HVDLITE_LONG") == "1"
@@ -224,7 +224,7 @@ def _become(request: Mapping[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     tempfile.tempdir = None
-    forked_program.show_words(request["words"], os.environ)
+    fork_server.show_words(request["words"], os.environ)
 
 
 # ---------------------------------------------------------- the agent's process
@@ -317,10 +317,10 @@ def _forked(
 # -------------------------------------------------------------- the fork source
 
 
-def _wait_for_program(connection: socket.socket, agent: int) -> forked_program.Program:
+def _wait_for_program(connection: socket.socket, agent: int) -> fork_server.Program:
     """Forks a worker for each request of the agent; returns its program, in the worker."""
     os.setsid()
-    forked_program.show_words(["fork source"], os.environ)
+    fork_server.show_words(["fork source"], os.environ)
     ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != agent:
         os._exit(1)
@@ -336,14 +336,14 @@ def _wait_for_program(connection: socket.socket, agent: int) -> forked_program.P
         if request is None:
             os._exit(0)
         cwd, path = request.pop("cwd"), request.pop("path")
-        program = forked_program.Program(**request)
+        program = fork_server.Program(**request)
         if not _is_for_copies(program, cwd):
             connection.send(b"null")
         elif fork_server.fork_child_of_agent():
             os.chdir(cwd)
             os.dup2(fds[0], 0)
             os.close(fds[0])
-            forked_program.prepare(program, {}, fds[1], fds[2], agent)
+            fork_server.prepare(program, {}, fds[1], fds[2], agent)
             connection.send(json.dumps(os.getpid()).encode())
             connection.close()
             _begin(path)
@@ -352,10 +352,10 @@ def _wait_for_program(connection: socket.socket, agent: int) -> forked_program.P
             os.close(fd)
 
 
-def _is_for_copies(program: forked_program.Program, cwd: str) -> bool:
+def _is_for_copies(program: fork_server.Program, cwd: str) -> bool:
     os.chdir(cwd)
-    source = forked_program.source_of(program)
-    return source is not None and bool(_USES_TORCH.search(source)) and forked_program.why_not(program) is None
+    source = fork_server.source_of(program)
+    return source is not None and bool(_USES_TORCH.search(source)) and fork_server.why_not(program) is None
 
 
 def _begin(path: str) -> None:
@@ -419,7 +419,7 @@ def main(listener: int, modules: tuple[str, ...]) -> None:
         raise RuntimeError(f"no ranks can be forked from here: {why}")
     program = _program(socket.socket(fileno=listener), _Variables(before, dict(os.environ)))
     try:
-        forked_program.run(program)
+        fork_server.run(program)
         _exit_code.append(0)
     except SystemExit as end:
         _exit_code.append(0 if end.code is None else end.code if isinstance(end.code, int) else 1)
@@ -429,17 +429,17 @@ def main(listener: int, modules: tuple[str, ...]) -> None:
         raise
 
 
-def _program(listener: socket.socket, variables: _Variables) -> forked_program.Program:
+def _program(listener: socket.socket, variables: _Variables) -> fork_server.Program:
     """Returns the program to run, in workers and in other copies that run one."""
     request = _serve(listener, variables)
     _become(request)
     if request["words"] != [*AGENT]:
         command = parse_python(request["words"], os.environ)
         assert command is not None
-        vars(forked_program)["_begin_anew"]()
+        vars(fork_server)["_begin_anew"]()
         _begin(command.first_path(request["cwd"]))
         arguments, words = list(command.arguments), list(command.words)
-        return forked_program.Program(command.kind, command.program, arguments, words, {})
+        return fork_server.Program(command.kind, command.program, arguments, words, {})
     run = agent.main
     agent.main = lambda *arguments: _agent_main(run, variables, *arguments)
     try:

@@ -90,7 +90,7 @@ def test_ray_trains_workers_are_ranks_with_hvdlites_backend_and_with_rays_own(fo
         ({"num_workers": 0}, "num_workers=0.* from 1 on"),
         ({"num_workers": "2"}, "num_workers='2'.* from 1 on"),
         ({"num_workers": 2, "gpus_per_worker": 1}, "gpus_per_worker=1.*needs use_gpu=True"),
-        ({"num_workers": 2, "min_workers": 1}, "min_workers=1.*number of ranks is fixed"),
+        ({"num_workers": 2, "min_workers": 1}, "min_workers.*number of ranks is fixed"),
     ],
 )
 def test_arguments_that_have_no_meaning_are_refused(arguments, said):
@@ -99,7 +99,7 @@ def test_arguments_that_have_no_meaning_are_refused(arguments, said):
     with pytest.raises(ValueError, match=said):
         RayExecutor(RayExecutor.create_settings(), **arguments)
     for name in ("ssh_identity_file", "ssh_str", "nics"):
-        with pytest.raises(ValueError, match=f"create_settings.{name}="):
+        with pytest.raises(ValueError, match=f"create_settings.*{name}.*leave them out"):
             RayExecutor.create_settings(**{name: "x"})
 
 
@@ -127,7 +127,7 @@ def test_the_store_answers_as_torchs_own_stores_do():
 
     from hvdlite_wire.store_requests import StoreRequest as R  # noqa: PLC0415
 
-    from hvdlite.ray.store_actor import StoreActor  # noqa: PLC0415  # it needs Ray
+    from hvdlite.ray.places import StoreActor  # noqa: PLC0415  # it needs Ray
 
     async def answers() -> list[Any]:
         store = StoreActor()
@@ -152,7 +152,7 @@ def test_the_store_answers_as_torchs_own_stores_do():
 def test_without_ray_the_import_says_how_to_install_it(monkeypatch):
     import sys  # noqa: PLC0415
 
-    from hvdlite.ray.ray_package import import_ray  # noqa: PLC0415
+    from hvdlite.ray.places import import_ray  # noqa: PLC0415
 
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match="pip install 'ray'"):

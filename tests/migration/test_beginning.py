@@ -14,8 +14,8 @@ from torch import nn
 from worlds import PLAIN, run_worlds
 
 import hvdlite
-from hvdlite.horovod import beginning, helpers
-from hvdlite.horovod.beginning import HorovodBasics
+from hvdlite.horovod import names
+from hvdlite.horovod.names import HorovodBasics
 
 WARNS = replace(PLAIN, check_parameters="warn")
 
@@ -62,7 +62,7 @@ def test_parameters_that_are_equal_are_no_warning(caplog):
 )
 def test_init_under_horovods_names_has_differences_warned_of(init, environ, argument, expected, monkeypatch):
     given: list[Any] = []
-    monkeypatch.setattr(beginning.names, "init", lambda *_, check_parameters, **__: given.append(check_parameters))
+    monkeypatch.setattr(names.hvd, "init", lambda *_, check_parameters, **__: given.append(check_parameters))
     monkeypatch.setattr(os, "environ", environ)
     init(check_parameters=argument)
     assert given == [expected]
@@ -110,13 +110,13 @@ def test_a_backward_pass_adds_to_these_zeros_and_is_averaged():
 
 @pytest.mark.parametrize("name", ["ccl", "cuda", "ddl", "gloo", "mpi", "nccl", "rocm"])
 def test_the_builds_are_those_of_torch(name):
-    built = getattr(helpers, f"{name}_built")
+    built = getattr(names, f"{name}_built")
     assert built() is built(verbose=True) is bool(getattr(hvd, f"{name}_built")())
 
 
 def test_variables_are_set_in_a_context_alone(monkeypatch):
     monkeypatch.setenv("ONE_OF_A_TEST", "1")
-    with helpers.env(ONE_OF_A_TEST=None, OTHER_OF_A_TEST="2"):
+    with names.env(ONE_OF_A_TEST=None, OTHER_OF_A_TEST="2"):
         assert "ONE_OF_A_TEST" not in os.environ
         assert os.environ["OTHER_OF_A_TEST"] == "2"
     assert os.environ["ONE_OF_A_TEST"] == "1"
@@ -124,7 +124,7 @@ def test_variables_are_set_in_a_context_alone(monkeypatch):
 
 
 def test_versions_are_compared_by_their_numbers():
-    later = helpers.is_version_greater_equal_than
+    later = names.is_version_greater_equal_than
     assert later("1.10.0", "1.9.2")
     assert later("2.1.0+cpu", "2.1.0")
     assert not later("1.9.9", "1.10.0")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdlite.horovod.data_loaders import AsyncDataLoaderMixin, BaseDataLoader
+from hvdlite.horovod.names import AsyncDataLoaderMixin, BaseDataLoader
 
 
 class Loader(BaseDataLoader):

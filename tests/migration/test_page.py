@@ -18,7 +18,7 @@ import hvdlite
 import hvdlite.horovod
 import hvdlite.torch as hvd
 from hvdlite.environment import read_environment
-from hvdlite.horovod.modules import MODULES as TABLE
+from hvdlite.horovod.finder import MODULES as TABLE
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-horovod.md"
 STATES = {"same", "better", "ignored", "refused", "not there"}

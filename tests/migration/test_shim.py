@@ -19,8 +19,8 @@ from horovod_names import MODULES, NOT_THERE
 
 import hvdlite.horovod
 import hvdlite.torch
+from hvdlite.horovod.__main__ import run_program
 from hvdlite.horovod.finder import CHILDREN_PATH, Finder
-from hvdlite.horovod.program import run_program
 
 
 @pytest.fixture
@@ -232,7 +232,6 @@ AS_WITHOUT = {
     "module": (["-m", "program", "--flag"], SELF),
     "module of a package": (["-m", "sub.program", "x"], SELF),
     "package": (["-m", "sub", "x"], SELF),
-    "directory": (["sub", "x"], SELF),
     "code": (["-c", SELF, "x", "y"], ""),
     "script that fails": (["program.py"], FAILING),
     "code that fails": (["-c", FAILING], ""),
@@ -276,7 +275,7 @@ def test_a_program_runs_as_python_itself_would_run_it(case, tmp_path, python_cop
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ([], 2, "usage: python -m hvdlite.horovod [-m module | -c code | script.py | -]"),
+        ([], 2, "usage: python -m hvdlite.horovod [-m module | -c code | script.py]"),
         (["--help"], 0, ""),
         (["-u", "x.py"], 2, "Unknown option: -u (Python's own stand before -m hvdlite.horovod)"),
     ],
@@ -289,12 +288,6 @@ def test_a_program_that_is_not_named_is_an_error_and_help_is_none(words, code, s
     out, err = capsys.readouterr()
     assert (end.value.code, bool(out)) == (code, code == 0)
     assert err.startswith(said)
-
-
-@pytest.mark.slow
-def test_a_program_may_be_typed(tmp_path):
-    done = python(*SHIM, "-", "x", cwd=tmp_path, input="import sys, horovod; print(sys.argv, __name__)")
-    assert done.stdout == "['-', 'x'] __main__\n"
 
 
 @pytest.mark.night(but=2)

@@ -1,5 +1,5 @@
 """
-The main program of the workers that `hvdlite_launcher.run` starts: calls the function that the user passed to `run`.
+The public function `run`, and the main program of the workers that it starts through `hvdlite_launcher.run`.
 
     store: "call" ── unpickle ── func(*args, **kwargs) ── pickle ── store: "return/WORKER"; append WORKER to "returned"
 
@@ -15,7 +15,8 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from hvdlite_wire.job_contract import HOST, RANK, SIZE, STORE, WORKER
 from hvdlite_wire.store_requests import StoreRequest
@@ -24,6 +25,29 @@ from ..errors import words_of
 from ..rendezvous.launchers import read_elastic_worker
 from ..rendezvous.store_client import StoreClient
 from ..runtime.world import last_assignment
+
+Returned = TypeVar("Returned")
+
+
+def run(
+    func: Callable[..., Returned],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int | None = None,
+    **flags: Any,
+) -> list[Returned]:
+    """Call ``func(*args, **kwargs)`` in ``np`` new workers, and return its return values in the order of the ranks.
+
+    It takes the arguments of `hvdlite_launcher.run`: ``hosts``, ``hostfile``, ``environment`` and all flags of
+    hvdlite-run. ``func`` must call `init` if the workers are to communicate. The calling process is not one of the
+    workers and need not call `init`.
+    """
+    # The library's only import of the launcher. mypy sees it under the name of its directory, `launcher`.
+    import hvdlite_launcher  # type: ignore[import-not-found]  # noqa: PLC0415
+
+    returned: list[Returned] = hvdlite_launcher.run(func, args, kwargs, np=np, **flags)
+    return returned
 
 
 def main(environ: Mapping[str, str] = os.environ) -> None:
