@@ -1,32 +1,147 @@
 """
 `python -m hvdlite.bench`: runs a command on all ranks, and reports what was measured, even after Ctrl-C or an error.
 
-It parses the command line with `command_line`, creates `ranks.Ranks`, and calls the command.
+    words ── parse ── BenchRequest: a command, and the common flags ── Ranks ── Command.run ── BenchReport ── files
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
+import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 import torch
+import torch.distributed as dist
 
 from ..errors import says_peer_lost
 from ..rendezvous.launchers import read_placement
 from ..runtime.make_world import World, own_version
 from ..runtime.world import current_world, init
-from .arguments import OptionError
-from .command_line import PROGRAM, BenchRequest, parse
+from .allreduce import AllReduceComparison
+from .arguments import OptionError, choice_flag, flag
+from .links import SlowLinks
 from .ranks import Ranks
+from .report import SUFFIXES, BenchReport, Command, figure_of, require_matplotlib
+from .variants import Memory, Step
 
+PROGRAM = "hvdlite.bench"
+_EPILOG = """\
+Start it with the launcher that you train with, or by itself for a single rank:
+
+  hvdlite-run -np 2 python -m hvdlite.bench allreduce
+  hvdlite-run --hostfile hosts python -m hvdlite.bench step --models mlp,gpt --json step.json --plot step.png
+  torchrun -nproc-per-node 4 -m hvdlite.bench memory
+
+One starts a job of its own:
+
+  python -m hvdlite.bench links --rates 1gbit,100mbit
+
+Whatever is compared takes turns in one process. Tables show medians and quartiles, of the slowest rank. Ctrl-C keeps
+what has been measured so far. docs/measuring.md, in the sources, explains each figure.
+"""
+_COMMANDS: dict[str, type[Command]] = {each.name: each for each in (AllReduceComparison, Step, Memory, SlowLinks)}
+_DEVICE = choice_flag("auto|cpu|cuda", ("auto", "cpu", "cuda"), "where the tensors are; auto: cuda if there is a GPU")
 _USAGE = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class CommonFlags:
+    """The flags that every command has: the device of tensors, and the files to write a report to."""
+
+    device: str = field(default="auto", metadata=_DEVICE)
+    json: Path | None = field(default=None, metadata=flag("FILE", Path, "write all figures and samples to this file"))
+    plot: Path | None = field(
+        default=None, metadata=flag("FILE.png", Path, "plot them to this file (needs matplotlib)")
+    )
+
+    def device_type(self) -> str:
+        """Returns ``cpu`` or ``cuda``. Raises OptionError if ``cuda`` is requested and there is no GPU or no NCCL."""
+        has_cuda = torch.cuda.is_available() and dist.is_nccl_available()
+        if self.device == "cuda" and not has_cuda:
+            raise OptionError("--device cuda: there is no CUDA device here, or torch has no NCCL")
+        return ("cuda" if has_cuda else "cpu") if self.device == "auto" else self.device
+
+    def check_files(self) -> None:
+        """Raises OptionError if a file cannot be written. Creates no file."""
+        if self.plot is not None:
+            if self.plot.suffix.lower() not in SUFFIXES:
+                raise OptionError(f"--plot: {str(self.plot)!r} does not end in {', '.join(SUFFIXES)}")
+            require_matplotlib()
+        for name, path in (("--json", self.json), ("--plot", self.plot)):
+            if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+                raise OptionError(
+                    f"{name}: {str(path)!r} cannot be written: it is a directory, or there is no directory for it, or "
+                    "permission is denied"
+                )
+
+    def write_files(self, report: BenchReport, about: Mapping[str, Any]) -> Iterator[Path]:
+        """Writes the requested files, and yields the path of each. ``about`` describes the run, in the JSON file."""
+        if self.json is not None:
+            self.json.write_text(json.dumps({**about, **report.data}, indent=1) + "\n")
+            yield self.json.absolute()
+        if self.plot is not None:
+            figure_of(report.chart).savefig(self.plot, dpi=150)
+            yield self.plot.absolute()
+
+
+class BenchRequest(NamedTuple):
+    """The parsed command line. ``device_type`` is cpu or cuda; ``given`` has the values of all flags."""
+
+    command: Command
+    common: CommonFlags
+    device_type: str
+    given: dict[str, Any]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{self.prog}: {message.removeprefix('argument ')}")
+
+
+def parse(words: Sequence[str] | None, *, is_first: bool) -> BenchRequest:
+    """Parses the command line. Raises OptionError. Only the first rank prints help and checks the files."""
+    parser = _Parser(
+        prog=PROGRAM,
+        description="How fast hvdlite is on this cluster, compared with DDP, Horovod, gloo and NCCL.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, kind in _COMMANDS.items():
+        command = parsers.add_parser(name, help=kind.help, description=kind.help, allow_abbrev=False)
+        for each in (*_flags_of(kind), *_flags_of(CommonFlags)):
+            command.add_argument(f"--{each.name}", default=each.default, **each.metadata)
+    with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
+        given = vars(parser.parse_args(words))
+
+    def made(kind: type[Any]) -> Any:
+        return kind(**{each.name: given[each.name] for each in _flags_of(kind)})
+
+    try:
+        common: CommonFlags = made(CommonFlags)
+        kind = _COMMANDS[given["command"]]
+        request = BenchRequest(made(kind), common, common.device_type(), given)
+        if is_first:
+            common.check_files()
+    except OptionError as error:
+        raise OptionError(f"{PROGRAM} {given['command']}: {error}") from None
+    return request
+
+
+def _flags_of(kind: type[Any]) -> list[Field[Any]]:
+    return [each for each in fields(kind) if each.metadata]
 
 
 def main() -> int:
@@ -50,7 +165,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt(signum)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _signals_ignored() -> Iterator[None]:
     before = {each: signal.signal(each, signal.SIG_IGN) for each in _SIGNALS}
     yield
@@ -106,7 +221,7 @@ def _measure(request: BenchRequest, world: World) -> int:
 
 
 def _report(request: BenchRequest, ranks: Ranks, complete: bool) -> int:
-    """Prints the report, writes the files, and returns the exit code."""
+    """Writes the files, prints the report, and returns the exit code."""
     name, report = request.command.name, request.command.report()
     code = report.code
     about = {
@@ -121,30 +236,23 @@ def _report(request: BenchRequest, ranks: Ranks, complete: bool) -> int:
         "threads_per_rank": torch.get_num_threads(),
     }
     try:
-        _write(report.text + ("" if complete else "\n\ninterrupted: this was measured so far"), sys.stdout)
-    except OSError as error:
-        _write(f"{PROGRAM} {name}: standard output cannot be written: {error.strerror}", sys.stderr)
-        code = 1
-    try:
         for path in request.common.write_files(report, about):
             _write(f"{PROGRAM}: wrote {path}", sys.stderr)
     except OSError as error:
         _write(f"{PROGRAM} {name}: {error}", sys.stderr)
         code = 1
+    _write(report.text + ("" if complete else "\n\ninterrupted: this was measured so far"), sys.stdout)
     return code
 
 
 def _write(text: str, stream: TextIO | None, end: str = "\n") -> None:
     """Writes and flushes the text. If the reader of a pipe has ended (``| head``), drops this and all later text."""
-    if stream is None:
-        return
     try:
         print(text, file=stream, end=end, flush=True)
-    except OSError as error:
+    except BrokenPipeError:
         # The interpreter flushes the stream again as it exits, which would raise again.
+        assert stream is not None, "it has a reader"
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        if not isinstance(error, BrokenPipeError):
-            raise
 
 
 if __name__ == "__main__":

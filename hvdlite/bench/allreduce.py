@@ -20,19 +20,9 @@ from ..comm.group import Group
 from ..comm.reduce_op import Sum
 from ..errors import HvdliteError
 from ..ops import api
-from .arguments import (
-    count_flag,
-    flag,
-    read_sizes,
-    show_bandwidth,
-    show_ratio,
-    show_round_time,
-    show_size,
-    show_time,
-    some_of,
-)
+from .arguments import count_flag, flag, read_sizes, show_bandwidth, show_ratio, show_size, show_time, some_of
 from .ranks import Ranks
-from .report import Case, Chart, Columns, Comparison, LinesPanel, PanelLine, Row, grouped, is_own, ratio_of
+from .report import Case, Chart, Columns, Command, Lines, Row, grouped, quartiles_of, ratio_of
 
 # 4 B to 256 MB, by factors of 4.
 DEFAULT_SIZES = tuple(4 * 4**power for power in range(14))
@@ -52,7 +42,7 @@ _DTYPES = flag("NAME,…", some_of(DTYPES, "a dtype that can be summed"), f"of {
 
 
 @dataclass
-class AllReduceComparison(Comparison):
+class AllReduceComparison(Command):
     """The command `allreduce`. Each size in each dtype is one case, in which the actions take turns."""
 
     name = "allreduce"
@@ -66,7 +56,7 @@ class AllReduceComparison(Comparison):
         "dtype": lambda row: row["dtype"],
         "what": lambda row: row["what"],
         "time": lambda row: show_time(row["median_s"]),
-        "quartiles": lambda row: f"{show_time(row['low_s'])} … {show_time(row['high_s'])}",
+        "quartiles": quartiles_of,
         "alg": lambda row: show_bandwidth(row["algorithm_Bps"]),
         "bus": lambda row: show_bandwidth(row["bus_Bps"]),
         "× rival": lambda row: show_ratio(row["times_faster_than_rival"]),
@@ -112,13 +102,7 @@ class AllReduceComparison(Comparison):
         }
 
     def chart(self, rows: Sequence[Row]) -> Chart:
-        panels = []
-        for dtype, of_dtype in grouped(rows, "dtype").items():
-            lines = []
-            for what, each in grouped(of_dtype, "what").items():
-                points = [(row["bytes"], row["median_s"]) for row in each]
-                lines.append(PanelLine(what, points, is_own(what), [(row["low_s"], row["high_s"]) for row in each]))
-            panels.append(LinesPanel(dtype, "size of the tensor", "time", show_size, show_round_time, lines))
+        panels = [Lines(dtype, of_dtype) for dtype, of_dtype in grouped(rows, "dtype").items()]
         caption = f"{self.title()}. Medians, of the slowest rank; shades are between quartiles."
         return Chart("How long an all-reduce takes", caption, panels)
 

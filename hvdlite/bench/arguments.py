@@ -20,23 +20,12 @@ def show_size(nbytes: float) -> str:
     return f"{nbytes / UNITS[unit]:.4g} {unit}B"
 
 
-def show_difference(nbytes: float | None) -> str:
-    """Returns a difference in bytes with its sign, such as +1.5 MB; – for None."""
-    return "–" if nbytes is None else ("-" if nbytes < 0 else "+") + show_size(abs(nbytes))
-
-
 def show_time(seconds: float) -> str:
     """Returns a time with three digits, such as 12.3 µs."""
     for scale, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
         if seconds * scale >= 1:
-            return f"{_three_digits(seconds * scale)} {unit}"
+            return f"{show_ratio(seconds * scale)} {unit}"
     return f"{seconds * 1e9:.0f} ns"
-
-
-def show_round_time(seconds: float) -> str:
-    """Returns a time without trailing zeros, such as 10 µs, for the ticks of an axis."""
-    number, unit = show_time(seconds).split()
-    return f"{float(number):g} {unit}"
 
 
 def show_bandwidth(bytes_per_s: float | None) -> str:
@@ -44,20 +33,16 @@ def show_bandwidth(bytes_per_s: float | None) -> str:
     if not bytes_per_s:
         return "–"
     scale, unit = next(((s, u) for s, u in ((1e9, "GB/s"), (1e6, "MB/s")) if bytes_per_s >= s), (1e3, "KB/s"))
-    return f"{_three_digits(bytes_per_s / scale)} {unit}"
+    return f"{show_ratio(bytes_per_s / scale)} {unit}"
 
 
 def show_ratio(ratio: float | None) -> str:
-    """Returns a ratio with three digits, such as 1.93; – for None."""
-    return "–" if ratio is None else _three_digits(ratio)
+    """Returns a number with three digits, such as 1.93; – for None."""
+    return "–" if ratio is None else f"{ratio:.{2 if ratio < 10 else 1 if ratio < 100 else 0}f}"
 
 
 def show_count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 class OptionError(argparse.ArgumentTypeError):
@@ -67,6 +52,11 @@ class OptionError(argparse.ArgumentTypeError):
 def flag(metavar: str, read: Callable[[str], Any], what: str) -> dict[str, Any]:
     """Returns the metadata of a field that is a flag. ``read`` turns its text into a value, or raises OptionError."""
     return {"metavar": metavar, "type": read, "help": what}
+
+
+def choice_flag(metavar: str, choices: Iterable[str], what: str) -> dict[str, Any]:
+    """Returns the metadata of a flag that is one of some names."""
+    return {"metavar": metavar, "choices": tuple(choices), "help": what}
 
 
 def count_flag(what: str) -> dict[str, Any]:
@@ -104,17 +94,5 @@ def some_of(known: Iterable[str], what: str) -> Callable[[str], tuple[str, ...]]
             if each not in choices:
                 raise OptionError(f"{each!r} is not {what}: choose from {', '.join(choices)}")
         return found
-
-    return read
-
-
-def one_of(known: Iterable[str], what: str) -> Callable[[str], str]:
-    """Returns a reader of one of some known names."""
-
-    def read(text: str) -> str:
-        found = some_of(known, what)(text)
-        if len(found) > 1:
-            raise OptionError(f"takes one value, not {','.join(found)}")
-        return found[0]
 
     return read

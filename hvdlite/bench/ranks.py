@@ -70,10 +70,7 @@ class Ranks:
         self._control = world.group.duplicate()
         self._rival: dist.ProcessGroup | None = None
         self._owns_default = False
-        self.device, self.rival_name = self._choose_device(device_type, world.topology.local_rank)
-
-    def _choose_device(self, device_type: str, local_rank: int) -> tuple[torch.device, str]:
-        host, problem = self.group.hosts[self.rank], None
+        host, local_rank, problem = self.group.hosts[self.rank], world.topology.local_rank, None
         first_type = self._control.all_gather_json(device_type, "devices of the benchmark")[0]
         if device_type != first_type:
             problem = f"rank 0 would measure on {first_type} and rank {self.rank} ({host}) on {device_type}: "
@@ -82,10 +79,10 @@ class Ranks:
             problem = f"--device cuda: rank {self.rank} has no GPU of its own; {host} has "
             problem += f"{torch.cuda.device_count()}: start at most as many ranks there"
         self.require(problem)
-        if device_type == "cpu":
-            return torch.device("cpu"), "gloo"
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank), "nccl"
+        self.device, self.rival_name = torch.device("cpu"), "gloo"
+        if device_type == "cuda":
+            torch.cuda.set_device(local_rank)
+            self.device, self.rival_name = torch.device("cuda", local_rank), "nccl"
 
     @property
     def job(self) -> Job:

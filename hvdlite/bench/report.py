@@ -1,5 +1,5 @@
 """
-The base classes of commands, and reports of their measurements: tables on the screen, JSON and a plot in files.
+The base class of commands, and reports of their measurements: tables on the screen, JSON and a plot in files.
 
     Case (samples by name) ── rows with quartiles, as in JSON ── table and Chart ── BenchReport
     Chart ── panels side by side, of bars or of lines ── matplotlib's Figure ── file
@@ -16,50 +16,53 @@ import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from .arguments import OptionError
+from .arguments import OptionError, show_size, show_time
 from .ranks import Job, Ranks, Samples
 
 SUFFIXES = (".png", ".pdf", ".svg")
 OWN, OTHER = "#d9480f", "#8b939c"
 _PANEL_INCHES = 7.0, 4.0
 
+# The JSON object of one measured thing.
+Row = dict[str, Any]
+# The text of each column for a row, by the column's title.
+Columns = dict[str, Callable[[Row], str]]
+
+
+def grouped(rows: Sequence[Row], key: str) -> dict[Any, list[Row]]:
+    """Returns the rows by their value of ``key``, in their order."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row[key], []).append(row)
+    return groups
+
+
+def _color_of(name: str) -> str:
+    return OWN if name.startswith("hvdlite") else OTHER
+
 
 @dataclass(frozen=True)
-class PanelLine:
-    """A line through ``points`` (x, y). ``band`` has (low, high) of each, and is shaded."""
-
-    name: str
-    points: Sequence[tuple[float, float]]
-    is_own: bool
-    band: Sequence[tuple[float, float]]
-
-
-@dataclass(frozen=True)
-class LinesPanel:
-    """A panel of lines over two logarithmic axes. ``show_x`` and ``show_y`` format the tick labels."""
+class Lines:
+    """A panel of times by size, both on logarithmic axes: a line for each thing measured, shaded between quartiles."""
 
     title: str
-    x_label: str
-    y_label: str
-    show_x: Callable[[float], str]
-    show_y: Callable[[float], str]
-    lines: Sequence[PanelLine]
+    rows: Sequence[Row]
 
     def draw(self, axes: Any) -> None:
-        for line in self.lines:
-            xs, ys = zip(*line.points, strict=True)
-            color = OWN if line.is_own else OTHER
-            axes.plot(xs, ys, "o-", color=color, label=line.name, markersize=4)
-            axes.fill_between(xs, *zip(*line.band, strict=True), color=color, alpha=0.15, linewidth=0)
-        axes.set(xscale="log", yscale="log", xlabel=self.x_label, ylabel=self.y_label)
+        for name, rows in grouped(self.rows, "what").items():
+            sizes, medians, lows, highs = zip(
+                *((row["bytes"], row["median_s"], row["low_s"], row["high_s"]) for row in rows), strict=True
+            )
+            axes.plot(sizes, medians, "o-", color=_color_of(name), label=name, markersize=4)
+            axes.fill_between(sizes, lows, highs, color=_color_of(name), alpha=0.15, linewidth=0)
+        axes.set(xscale="log", yscale="log", xlabel="size of the tensor", ylabel="time")
         ticker = importlib.import_module("matplotlib.ticker")
         low, high = axes.get_ylim()
         axes.xaxis.set_major_locator(ticker.LogLocator(base=2, numticks=8))
         axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1,) if high > 300 * low else (1, 2, 5)))
-        for axis, show in ((axes.xaxis, self.show_x), (axes.yaxis, self.show_y)):
+        for axis, show in ((axes.xaxis, show_size), (axes.yaxis, show_time)):
             axis.set_major_formatter(ticker.FuncFormatter(lambda value, _, show=show: show(value)))
             axis.set_minor_locator(ticker.NullLocator())
         axes.legend(frameon=False)
@@ -67,36 +70,30 @@ class LinesPanel:
 
 @dataclass(frozen=True)
 class Bars:
-    """A panel of horizontal bars, which begin at ``base``, with quartiles as whiskers.
+    """A panel of horizontal bars, one for each row, with quartiles as whiskers and ``texts`` at their ends.
 
-    Each row of a report gives a bar, of length ``median_<unit>`` / ``one``. ``texts`` are written at the bars' ends.
+    A bar's length is ``median_<unit>`` / ``one``, which is in ``label``.
     """
 
     title: str
     label: str
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Row]
     unit: str
     one: float
     texts: Sequence[str]
-    base: float = 0.0
 
     def draw(self, axes: Any) -> None:
         names = [row["variant"] for row in self.rows]
-        lengths, below, above = [], [], []
-        for row in self.rows:
-            median, low, high = (row[f"{key}_{self.unit}"] / self.one for key in ("median", "low", "high"))
-            lengths.append(median - self.base)
-            below.append(median - low)
-            above.append(high - median)
-        colors = [OWN if is_own(name) else OTHER for name in names]
-        whiskers = {"elinewidth": 1, "capsize": 2}
-        bars = axes.barh(names, lengths, left=self.base, color=colors, xerr=[below, above], error_kw=whiskers)
+        low, median, high = ([row[f"{key}_{self.unit}"] / self.one for row in self.rows] for key in _QUARTILES)
+        whiskers = [
+            [m - q for m, q in zip(median, low, strict=True)],
+            [q - m for m, q in zip(median, high, strict=True)],
+        ]
+        bars = axes.barh(names, median, color=list(map(_color_of, names)), xerr=whiskers, capsize=2)
         axes.bar_label(bars, self.texts, padding=4)
         axes.grid(visible=False, axis="y")
-        axes.margins(x=0.2)
-        axes.use_sticky_edges = not self.base
+        axes.margins(x=0.3)
         axes.invert_yaxis()
-        axes.axvline(self.base, color="black", linewidth=1)
         axes.set_xlabel(self.label)
 
 
@@ -106,8 +103,7 @@ class Chart:
 
     title: str
     caption: str
-    panels: Sequence[Bars | LinesPanel]
-    shares_x: bool = False
+    panels: Sequence[Bars | Lines]
 
 
 def require_matplotlib() -> None:
@@ -118,12 +114,8 @@ def require_matplotlib() -> None:
         raise OptionError("--plot needs matplotlib: pip install '.[bench]' in hvdlite's source directory") from None
 
 
-def draw(chart: Chart, path: Path) -> None:
-    """Writes the chart to a file, in the format of the path's suffix."""
-    figure_of(chart).savefig(path, dpi=150)
-
-
 def figure_of(chart: Chart) -> Any:
+    """Returns matplotlib's figure of the chart."""
     columns = min(2, len(chart.panels)) or 1
     rows = -(-len(chart.panels) // columns) or 1
     width, height = columns * _PANEL_INCHES[0], rows * _PANEL_INCHES[1] + 1
@@ -132,7 +124,7 @@ def figure_of(chart: Chart) -> Any:
     figure.supxlabel(
         textwrap.fill(chart.caption, int(width * 14)), x=0.01, ha="left", fontsize="small", color="dimgrey"
     )
-    grid = list(figure.subplots(rows, columns, squeeze=False, sharex=chart.shares_x).flat)
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, panel in zip(grid, chart.panels, strict=False):
         axes.set_title(panel.title, fontsize="medium", loc="left")
         axes.spines[["top", "right"]].set_visible(False)
@@ -144,36 +136,19 @@ def figure_of(chart: Chart) -> Any:
     return figure
 
 
-def is_own(name: str) -> bool:
-    """Whether this is the name of a variant or line of hvdlite."""
-    return name.startswith("hvdlite")
-
-
-# The JSON object of one measured thing.
-Row = dict[str, Any]
-# The text of each column for a row, by the column's title.
-Columns = dict[str, Callable[[Row], str]]
+_QUARTILES = ("low", "median", "high")
 
 
 def spread(samples: Sequence[float], unit: str) -> Row:
     """Returns the median, quartiles and samples as a part of a row, with ``unit`` in the keys."""
     several = samples if len(samples) > 1 else [*samples, *samples]
-    low, median, high = statistics.quantiles(several, method="inclusive")
-    quartiles = {f"median_{unit}": median, f"low_{unit}": low, f"high_{unit}": high}
-    return {**quartiles, "count": len(samples), f"samples_{unit}": samples}
+    quartiles = zip(_QUARTILES, statistics.quantiles(several, method="inclusive"), strict=True)
+    return {**{f"{key}_{unit}": value for key, value in quartiles}, "count": len(samples), f"samples_{unit}": samples}
 
 
 def ratio_of(numerator: float | None, denominator: float | None) -> float | None:
     """Returns the ratio, or None if either was not measured or the denominator is 0."""
     return None if numerator is None or not denominator else numerator / denominator
-
-
-def grouped(rows: Sequence[Row], key: str) -> dict[Any, list[Row]]:
-    """Returns the rows by their value of ``key``, in their order."""
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row[key], []).append(row)
-    return groups
 
 
 def table(title: str, rows: Sequence[Row], columns: Columns, text_columns: int = 0) -> str:
@@ -201,31 +176,6 @@ class BenchReport(NamedTuple):
 
 
 @dataclass
-class Command(ABC):
-    """One command of the benchmark. Fields with the metadata of `flag` are its flags.
-
-    All ranks call `prepare` and `run`; rank 0 calls `report`.
-    """
-
-    name: ClassVar[str]
-    help: ClassVar[str]
-    turns: int = field(default=0, init=False)
-    """The length of the progress bar."""
-    job: Job = field(default=Job(), init=False)
-
-    def prepare(self, ranks: Ranks) -> None:  # noqa: B027  # not every command has conditions
-        """Raises OptionError on all ranks if the command cannot run here."""
-
-    @abstractmethod
-    def run(self, ranks: Ranks) -> None:
-        """Runs the measurements."""
-
-    @abstractmethod
-    def report(self) -> BenchReport:
-        """Returns the report of the measurements so far."""
-
-
-@dataclass
 class Case:
     """A set of things to compare: samples by name, or why it was ``skipped``. Each of its rows contains ``about``."""
 
@@ -236,15 +186,31 @@ class Case:
 
 
 @dataclass
-class Comparison(Command):
-    """A command that compares several things, case by case, and reports a row for each thing that has samples."""
+class Command(ABC):
+    """One command of the benchmark. Fields with the metadata of `flag` are its flags.
 
+    It compares several things, case by case, and reports a row for each thing that has samples. All ranks call
+    `prepare` and `run`; rank 0 calls `report`.
+    """
+
+    name: ClassVar[str]
+    help: ClassVar[str]
     unit: ClassVar[str] = "s"
     columns: ClassVar[Columns]
     text_columns: ClassVar[int]
     """The number of columns, from the left, that hold text."""
+    turns: int = field(default=0, init=False)
+    """The length of the progress bar."""
+    job: Job = field(default=Job(), init=False)
     cases: Sequence[Case] = field(default=(), init=False)
     notes: Sequence[str] = field(default=(), init=False)
+
+    def prepare(self, ranks: Ranks) -> None:  # noqa: B027  # not every command has conditions
+        """Raises OptionError on all ranks if the command cannot run here."""
+
+    @abstractmethod
+    def run(self, ranks: Ranks) -> None:
+        """Runs the measurements."""
 
     @abstractmethod
     def title(self) -> str:
@@ -259,6 +225,7 @@ class Comparison(Command):
         """Returns the chart of the rows."""
 
     def report(self) -> BenchReport:
+        """Returns the report of the measurements so far."""
         rows = []
         for case in self.cases:
             spreads = {name: spread(samples, self.unit) for name, samples in case.samples.items() if samples}
@@ -269,3 +236,8 @@ class Comparison(Command):
         lines = [*(f"skipped: {case.label}: {case.skipped}" for case in skipped), *self.notes]
         shown = table(self.title(), rows, self.columns, self.text_columns)
         return BenchReport("\n\n".join([shown, "\n".join(lines)]), data, self.chart(rows))
+
+
+def quartiles_of(row: Row) -> str:
+    """Returns a row's quartiles of time, as a column of a table."""
+    return f"{show_time(row['low_s'])} … {show_time(row['high_s'])}"

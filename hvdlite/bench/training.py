@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compression.casts import Compression
 from ..optim.optimizer import DistributedOptimizer
-from .arguments import OptionError, flag, one_of, read_count, some_of
+from .arguments import OptionError, choice_flag, flag, read_count, some_of
 from .ranks import Ranks
 
 # Inputs and targets.
@@ -153,7 +153,7 @@ WORKLOADS = {
         ),
     )
 }
-MODEL = flag("NAME", one_of(WORKLOADS, "a model"), f"one of {', '.join(WORKLOADS)} (mlp)")
+MODEL = choice_flag("NAME", WORKLOADS, f"one of {', '.join(WORKLOADS)} (mlp)")
 BATCH = flag("ROWS", read_count, "of each rank (the model's own)")
 
 
@@ -199,8 +199,7 @@ OPTIMIZERS: dict[str, Inner] = {
     "adamw-fused": partial(torch.optim.AdamW, lr=1e-4, fused=True),
     "muon": partial(torch.optim.Muon, lr=1e-4),
 }
-_OPTIMIZERS = f"one of {', '.join(OPTIMIZERS)} (%(default)s); muon trains matrices alone"
-OPTIMIZER = flag("NAME", one_of(OPTIMIZERS, "an optimizer"), _OPTIMIZERS)
+OPTIMIZER = choice_flag("NAME", OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)} (%(default)s); muon trains matrices alone")
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -208,10 +207,8 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
 
 
-class Make(Protocol):
-    """Returns training of a model in one way, with the optimizer that ``inner`` makes."""
-
-    def __call__(self, ranks: Ranks, model: nn.Module, inner: Inner = sgd) -> Training: ...
+Make = Callable[..., Training]
+"""Returns training in one way, from `Ranks`, the model, and the maker of the optimizer, `sgd` if that is left out."""
 
 
 def _alone(ranks: Ranks, model: nn.Module, inner: Inner = sgd) -> Training:

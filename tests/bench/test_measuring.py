@@ -21,11 +21,10 @@ import hvdlite as hvd
 from hvdlite.bench import training
 from hvdlite.bench.allreduce import DTYPES, AllReduceComparison, _checked, bus_factor, case_of
 from hvdlite.bench.arguments import OptionError
-from hvdlite.bench.memory import Memory
 from hvdlite.bench.ranks import Job, Ranks, free_in_cgroup
 from hvdlite.bench.report import Case, ratio_of, spread, table
-from hvdlite.bench.step import Step
 from hvdlite.bench.training import OPTIMIZERS, VARIANTS, WORKLOADS, horovod_module, small_resnet
+from hvdlite.bench.variants import Memory, Step
 from hvdlite.runtime.world import current_world
 
 
@@ -156,9 +155,9 @@ MODELS_IN_BLOCKS_OF_THEIR_OWN = """
 import ctypes, dataclasses
 import torch
 import hvdlite as hvd
-from hvdlite.bench.memory import Memory
 from hvdlite.bench.ranks import Ranks
 from hvdlite.bench.training import WORKLOADS
+from hvdlite.bench.variants import Memory
 from hvdlite.runtime.world import current_world
 
 class Mallinfo2(ctypes.Structure):

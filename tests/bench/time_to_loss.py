@@ -28,8 +28,16 @@ from torch.nn import functional
 
 import hvdlite as hvd
 from hvdlite.bench.arguments import OptionError, read_count, show_count, show_ratio, show_size, show_time, some_of
-from hvdlite.bench.links import AS_IS, failure_of, lines_of_first, read_rates
-from hvdlite.bench.links_worker import DDP, TECHNIQUES, measure_block, missing_for
+from hvdlite.bench.links import (
+    AS_IS,
+    DDP,
+    TECHNIQUES,
+    failure_of,
+    lines_of_first,
+    measure_block,
+    missing_for,
+    read_rates,
+)
 from hvdlite.bench.namespaces import Hosts, why_no_hosts
 from hvdlite.bench.ranks import Ranks, Samples
 from hvdlite.bench.report import Columns, Row, ratio_of, table

@@ -168,20 +168,6 @@ def test_where_nobody_reads_on_it_ends_quietly_and_the_files_are_written(tmp_pat
 
 
 @pytest.mark.night
-def test_a_table_that_cannot_be_written_is_told_in_a_line_and_the_files_are_written(tmp_path):
-    path = tmp_path / "a.json"
-    full = os.open("/dev/full", os.O_WRONLY)
-    code, err = ended_with_stdout_to(full, *SMALL, "--json", path)
-    assert (code, err.splitlines()) == (
-        1,
-        [
-            "hvdlite.bench allreduce: standard output cannot be written: No space left on device",
-            f"hvdlite.bench: wrote {path}",
-        ],
-    )
-
-
-@pytest.mark.night
 def test_ranks_of_two_hosts_share_no_memory_and_are_measured_all_the_same(launch, make_lan):
     lan = make_lan("a", "b")
     words = ["allreduce", "--sizes", "64,1M", "--rounds", "1"]

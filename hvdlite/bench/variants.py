@@ -1,40 +1,144 @@
 """
-`memory`: measures the peak memory of training above its model, in several variants that take turns.
+`step` and `memory`: measure training in several variants that take turns.
 
-On a GPU, PyTorch's allocator counts it. On a CPU it is Linux's peak of resident memory, without libraries, and with
-only this process's share of shared memory (as in a proportional set size).
+`step` measures the seconds of whole steps of some models. `memory` measures the peak memory of training above its
+model: on a GPU, PyTorch's allocator counts it; on a CPU it is Linux's peak of resident memory, without libraries, and
+with only this process's share of shared memory (as in a proportional set size).
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import torch
+from torch import nn
 
-from .arguments import count_flag, show_difference, show_ratio, show_size
+from .arguments import OptionError, count_flag, flag, show_ratio, show_size, show_time, some_of
 from .ranks import Ranks
-from .report import Bars, Case, Chart, Columns, Comparison, Row, ratio_of
+from .report import Bars, Case, Chart, Columns, Command, Row, grouped, quartiles_of, ratio_of
 from .training import (
     BATCH,
     MODEL,
     OPTIMIZER,
     OPTIMIZERS,
+    UNUSUAL,
     VARIANTS,
+    WORKLOADS,
     bytes_of,
+    horovod_problem,
     training_bytes,
     variants_flag,
     workload_of,
 )
 
+# Unmeasured steps, after which autograd and the allocators have settled, and DDP has rebuilt its buckets.
+WARM_UPS = 3
+_USUAL_OF_STEP = tuple(name for name in VARIANTS if name not in UNUSUAL)
+_MODELS = flag("NAME,…", some_of(WORKLOADS, "a model"), f"of {', '.join(WORKLOADS)} (all)")
+
+
+@dataclass
+class Step(Command):
+    """The command `step`. Each model is a case. Models and variants not named by a flag are skipped if unavailable."""
+
+    name = "step"
+    help = "a training step with hvdlite, DDP, Horovod, and without any communication"
+    models: Sequence[str] | None = field(default=None, metadata=_MODELS)
+    variants: Sequence[str] | None = field(default=None, metadata=variants_flag(VARIANTS, _USUAL_OF_STEP))
+    batch: int | None = field(default=None, metadata=BATCH)
+    steps: int = field(default=20, metadata=count_flag("steps of each"))
+    optimizer: str = field(default="sgd", metadata=OPTIMIZER)
+
+    columns: ClassVar[Columns] = {
+        "model": lambda row: row["model"],
+        "variant": lambda row: row["variant"],
+        "batch": lambda row: str(row["batch"]),
+        "step": lambda row: show_time(row["median_s"]),
+        "quartiles": quartiles_of,
+        "× none": lambda row: show_ratio(row["times_none"]),
+        "× ddp": lambda row: show_ratio(row["times_ddp"]),
+        "steps": lambda row: str(row["count"]),
+    }
+    text_columns = 2
+
+    def __post_init__(self) -> None:
+        self._variants = list(self.variants or _USUAL_OF_STEP)
+        self.notes = ["× none, × ddp: how many times as long as that variant's step; below 1 is faster."]
+        self.cases = [
+            Case(name, {"model": name, "batch": self.batch or WORKLOADS[name].rows}, skipped=WORKLOADS[name].missing())
+            for name in (WORKLOADS if self.models is None else self.models)
+        ]
+        self.turns = len(self.cases) * self.steps
+        missing = [case.skipped for case in self.cases if case.skipped]
+        if self.models is not None and missing:
+            raise OptionError(f"--models: {missing[0]}")
+
+    def prepare(self, ranks: Ranks) -> None:
+        problem = horovod_problem(ranks) if "horovod" in self._variants else None
+        if problem is not None:
+            if self.variants is not None:
+                raise OptionError(f"--variants: {problem}")
+            self._variants.remove("horovod")
+            self.notes = [f"left out: {problem}", *self.notes]
+
+    def run(self, ranks: Ranks) -> None:
+        self.job = ranks.job
+        for case in self.cases:
+            # torchvision may be missing on only some hosts.
+            case.skipped = ranks.first(case.skipped)
+            if case.skipped is None:
+                model = WORKLOADS[case.about["model"]].make(ranks.device, self.optimizer)
+                case.skipped = ranks.why_too_large(len(self._variants) * training_bytes(model, self.optimizer))
+            if case.skipped is None:
+                self._measure(case, model, ranks)
+            else:
+                ranks.progress(case.about["model"], self.steps)
+            gc.collect()
+
+    def _measure(self, case: Case, model: nn.Module, ranks: Ranks) -> None:
+        name = case.about["model"]
+        ranks.progress(name)
+        batch = WORKLOADS[name].batch(case.about["batch"], 1 + ranks.rank, ranks.device)
+        with ExitStack() as stack:
+            blocks = {}
+            for variant in self._variants:
+                training = VARIANTS[variant](ranks, copy.deepcopy(model), OPTIMIZERS[self.optimizer])
+                stack.callback(training.close)
+                for _ in range(WARM_UPS):
+                    training.step(batch)
+                blocks[variant] = partial(ranks.timed, partial(training.step, batch))
+            case.samples = {variant: [] for variant in blocks}
+            ranks.take_turns(name, blocks, self.steps, case.samples)
+
+    def title(self) -> str:
+        return f"a training step on {self.job}, of the slowest rank, with {self.optimizer}"
+
+    def describe(self, case: Case, name: str, medians: Mapping[str, float]) -> Row:
+        times = {f"times_{each}": ratio_of(medians[name], medians.get(each)) for each in ("none", "ddp")}
+        return {"variant": name, **times}
+
+    def chart(self, rows: Sequence[Row]) -> Chart:
+        panels = []
+        for model, of_model in grouped(rows, "model").items():
+            texts = [f"{show_time(row['median_s'])}, {show_ratio(row['times_none'])} × none" for row in of_model]
+            title = f"{model}, batch {of_model[0]['batch']} of each rank"
+            panels.append(Bars(title, "ms", of_model, "s", 1e-3, texts))
+        caption = f"{self.job}. Medians, of the slowest rank; whiskers are quartiles."
+        return Chart("How long a training step takes", caption, panels)
+
+
 REFERENCE = "ddp-view"
-_USUAL = ("none", "ddp", "ddp-view", "ddp-fp16", "hvdlite", "hvdlite-fp16", "hvdlite-bf16")
-_VARIANTS = [name for name in VARIANTS if name != "horovod"]
+_USUAL_OF_MEMORY = ("none", "ddp", "ddp-view", "ddp-fp16", "hvdlite", "hvdlite-fp16", "hvdlite-bf16")
+_VARIANTS_OF_MEMORY = [name for name in VARIANTS if name != "horovod"]
 _STEPS = 4
 _CLEAR_REFS, _STATUS, _ROLLUP = (Path("/proc/self", name) for name in ("clear_refs", "status", "smaps_rollup"))
 _RESET_PEAK = "5"
@@ -81,14 +185,18 @@ def _kilobytes(path: Path, field: str) -> int:
     return int(line.split()[1])
 
 
+def _show_difference(nbytes: float | None) -> str:
+    return "–" if nbytes is None else ("-" if nbytes < 0 else "+") + show_size(abs(nbytes))
+
+
 @dataclass
-class Memory(Comparison):
+class Memory(Command):
     """The command `memory`, with one case. Samples are bytes per rank, the mean over ranks, by variant."""
 
     name = "memory"
     help = "peak memory of training beyond the model's own, compared with DDP"
     model: str | None = field(default=None, metadata=MODEL)
-    variants: Sequence[str] | None = field(default=None, metadata=variants_flag(_VARIANTS, _USUAL))
+    variants: Sequence[str] | None = field(default=None, metadata=variants_flag(_VARIANTS_OF_MEMORY, _USUAL_OF_MEMORY))
     batch: int | None = field(default=None, metadata=BATCH)
     rounds: int = field(default=3, metadata=count_flag("repetitions of each"))
     optimizer: str = field(default="sgd", metadata=OPTIMIZER)
@@ -98,7 +206,7 @@ class Memory(Comparison):
         "above the model": lambda row: show_size(row["median_bytes"]),
         "quartiles": lambda row: f"{show_size(row['low_bytes'])} … {show_size(row['high_bytes'])}",
         "in models": lambda row: show_ratio(row["in_models"]),
-        f"less {REFERENCE}": lambda row: show_difference(row["above_reference_bytes"]),
+        f"less {REFERENCE}": lambda row: _show_difference(row["above_reference_bytes"]),
         f"× {REFERENCE}": lambda row: show_ratio(row["times_reference"]),
         "times": lambda row: str(row["count"]),
     }
@@ -111,7 +219,7 @@ class Memory(Comparison):
     def __post_init__(self) -> None:
         self._workload = workload_of(self.model)
         about = {"model": self._workload.name, "batch": self.batch or self._workload.rows, "model_bytes": 0}
-        self._case = Case(self._workload.name, about, {name: [] for name in self.variants or _USUAL})
+        self._case = Case(self._workload.name, about, {name: [] for name in self.variants or _USUAL_OF_MEMORY})
         self.cases = [self._case]
         self.turns = self.rounds * len(self._case.samples)
 
