@@ -1,14 +1,12 @@
 """
 `links`: measures training steps between hosts with slow links, with each of several techniques of sending gradients.
 
-    SlowLinks ── namespaces.Hosts, limited to a rate ── `main` on each ── lines of samples ── Case ── BenchReport
+    SlowLinks ── namespaces.Hosts, limited to a rate ── this command with `--rates as-is` on each ── its JSON ── Case
           └─ --rates as-is: `measure` on the ranks of the user's own job
 
-The hosts that it makes are network namespaces of this machine, with one rank and one core each. This module is the
-program of their ranks too: rank 0 prints a line of JSON after each round.
-
-A `Technique` is a way of sending gradients, of hvdlite's or of DDP's. docs/measuring.md has a table of them; a new one
-is an entry of `TECHNIQUES`.
+The hosts that it makes are network namespaces of this machine, with one rank and one core each. A `Technique` is a way
+of sending gradients, of hvdlite's or of DDP's. docs/measuring.md has a table of them; a new one is an entry of
+`TECHNIQUES`.
 """
 
 from __future__ import annotations
@@ -16,13 +14,13 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
-import importlib.util
 import json
 import os
-import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,15 +34,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ..buckets.outer import DiLoCo, LocalSGD
 from ..compression.casts import Compression
 from ..rendezvous.launchers import read_placement
-from ..runtime.world import current_world, init
 from .arguments import OptionError, flag, read_count, show_count, show_ratio, show_size, show_time, some_of
-from .namespaces import Hosts, bits_per_s, why_no_hosts
+from .namespaces import Hosts, bits_per_s
 from .ranks import Job, Ranks, Samples
 from .report import Bars, BenchReport, Case, Chart, Columns, Command, Row, grouped, quartiles_of, ratio_of, spread
 from .training import (
     BATCH,
     MODEL,
-    WORKLOADS,
     Batch,
     Inner,
     Make,
@@ -114,17 +110,6 @@ TECHNIQUES = {
 }
 
 
-def is_ddp(name: str) -> bool:
-    return name.startswith(DDP)
-
-
-def missing_for(name: str) -> str | None:
-    """Returns a message about a package that the technique needs and that is not installed, or None."""
-    if name == "ddp-powersgd" and importlib.util.find_spec("numpy") is None:
-        return "ddp-powersgd: PyTorch's hook needs numpy, which is not installed"
-    return None
-
-
 COUNTERS = Path("/proc/net/dev")
 _FIRST_ROWS = 2  # of headings
 _SENT = 8  # the column of sent bytes, after the eight of what was received
@@ -137,7 +122,6 @@ def measure(
     rounds: int,
     times: Samples,
     sent: Samples,
-    after_round: Callable[[], object] = lambda: None,
 ) -> None:
     """Appends, in each round, the seconds and the bytes of a step with each technique in ``times`` and ``sent``.
 
@@ -154,7 +138,7 @@ def measure(
             for _ in range(technique.warm_ups):
                 training.step(batch)
             blocks[name] = partial(measure_block, ranks, partial(training.step, batch), technique.interval, sent[name])
-        ranks.take_turns("rounds", blocks, rounds, times, after_round)
+        ranks.take_turns("rounds", blocks, rounds, times)
     gc.collect()
 
 
@@ -189,7 +173,6 @@ def most_sent(before: Mapping[str, int], after: Mapping[str, int]) -> int:
 AS_IS = "as-is"
 _OWN_HOSTS = f"hvdlite-run -H HOST1,HOST2 python -m hvdlite.bench links --rates {AS_IS}"
 _POLL_S = 0.5
-_END_S = 60.0
 
 
 def read_rates(text: str) -> tuple[str, ...]:
@@ -202,13 +185,6 @@ def read_rates(text: str) -> tuple[str, ...]:
     for rate in rates:
         bits_per_s(rate)
     return rates
-
-
-@dataclass
-class LinkCase(Case):
-    """The samples of one rate: seconds in ``samples``, and the bytes that a host has sent, of a step in both."""
-
-    sent: Samples = field(default_factory=dict)
 
 
 @dataclass
@@ -230,7 +206,7 @@ class SlowLinks(Command):
         default=tuple(TECHNIQUES),
         metadata=flag("NAME,…", some_of(TECHNIQUES, "a technique"), f"of {', '.join(TECHNIQUES)} (all)"),
     )
-    model: str | None = field(default=None, metadata=MODEL)
+    model: str = field(default="mlp", metadata=MODEL)
     batch: int | None = field(default=None, metadata=BATCH)
     steps: int = field(
         default=10,
@@ -256,14 +232,12 @@ class SlowLinks(Command):
         self._count = 2 if self.hosts is None else self.hosts
         if self._count < 2:
             raise OptionError("--hosts: a host that is alone has no link: say at least 2")
-        missing = [why for why in map(missing_for, self.techniques) if why is not None]
-        if missing:
-            raise OptionError(f"--techniques: {missing[0]}")
         self._workload = workload_of(self.model)
         self._rows = self.batch or self._workload.rows
         about: Row = {"model": self._workload.name, "batch": self._rows}
-        self._links = [LinkCase(rate, {"rate": rate, **about}) for rate in self.rates]
-        self.cases = self._links
+        self.cases = [Case(rate, {"rate": rate, **about}) for rate in self.rates]
+        # The bytes that a host has sent in a step, by rate and technique; a case's samples are seconds.
+        self.sent: dict[str, Samples] = {rate: {name: [] for name in self.techniques} for rate in self.rates}
         self.notes = [
             "bytes: what a host has sent in a step, counted by its network interface.",
             f"× {DDP}, × {DDP_FP16}: how many times as many steps in the same time; above 1 is faster.",
@@ -273,7 +247,8 @@ class SlowLinks(Command):
             self.notes = [*self.notes, f"Averages over whole intervals, in steps: {', '.join(averaged)}."]
         self.turns = len(self.cases) * self.steps
         self._made: Hosts | None = None
-        self._names: list[str] = []
+        # What the JSON has of the hosts that it makes, in place of what it has of this process.
+        self._about: Row = {}
         self._failed = False
 
     def prepare(self, ranks: Ranks) -> None:
@@ -285,137 +260,90 @@ class SlowLinks(Command):
                 )
             if ranks.device.type == "cuda":
                 raise OptionError(f"the hosts that it makes train on the CPU: pass --device cpu, or --rates {AS_IS}")
-            problem = why_no_hosts()
-            if problem is not None:
-                raise OptionError(f"{problem}; or measure between your own hosts: {_OWN_HOSTS}")
             try:
                 self._made = Hosts(self._count)
             except OSError as error:
-                raise OptionError(f"{error}; measure between your own hosts: {_OWN_HOSTS}") from None
+                raise OptionError(f"{error}; or measure between your own hosts: {_OWN_HOSTS}") from None
         elif ranks.job.hosts < 2:
             raise OptionError(f"--rates {AS_IS}: there is no other host: {_OWN_HOSTS}")
         ranks.require(None if COUNTERS.exists() else f"bytes are counted by Linux's {COUNTERS}, which is not here")
 
     def run(self, ranks: Ranks) -> None:
+        self.job = Job(self._count, self._count, "gloo") if self._makes_hosts else ranks.job
+        model = self._workload.make(ranks.device)
+        of_rank = len(self.techniques) * training_bytes(model)
+        too_large = ranks.why_too_large(of_rank * (self._count if self._makes_hosts else 1))
         try:
-            self._run(ranks)
+            if too_large is not None:
+                for case in self.cases:
+                    case.skipped = f"{too_large}: fewer --techniques need less"
+            elif self._made is not None:
+                del model
+                self._run_on(self._made, ranks)
+            else:
+                (case,) = self.cases
+                case.samples = {name: [] for name in self.techniques}
+                batch = self._workload.batch(self._rows, 1 + ranks.rank, ranks.device)
+                measure(ranks, model, batch, self.steps, case.samples, self.sent[AS_IS])
         finally:
             left = [] if self._made is None else self._made.close()
             self.notes = [*self.notes, *(f"NOT REMOVED: {each}" for each in left)]
             self._failed |= bool(left)
 
-    def _run(self, ranks: Ranks) -> None:
-        self.job = Job(self._count, self._count, "gloo") if self._makes_hosts else ranks.job
-        self._names = sorted(set(ranks.group.hosts))
-        model = self._workload.make(ranks.device)
-        of_rank = len(self.techniques) * training_bytes(model)
-        too_large = ranks.why_too_large(of_rank * (1 if self._made is None else self._made.count))
-        if too_large is not None:
-            for case in self._links:
-                case.skipped = f"{too_large}: fewer --techniques need less"
-        elif self._made is not None:
-            del model
-            self._run_on(self._made, ranks)
-        else:
-            (case,) = self._links
-            case.samples = {name: [] for name in self.techniques}
-            case.sent = {name: [] for name in self.techniques}
-            batch = self._workload.batch(self._rows, 1 + ranks.rank, ranks.device)
-            measure(ranks, model, batch, self.steps, case.samples, case.sent)
-
     def _run_on(self, hosts: Hosts, ranks: Ranks) -> None:
-        self._names = hosts.names
         has_own = hosts.cores == self._count
         shares = "Each host has a core of its own." if has_own else f"Hosts share {show_count(hosts.cores, 'core')}."
         self.notes = [*self.notes, shares]
-        worker = [sys.executable, "-m", "hvdlite.bench.links"]
-        words = [",".join(self.techniques), f"{self.steps}", self._workload.name, f"{self._rows}"]
-        for case in self._links:
-            ranks.progress(case.label)
-            hosts.limit(case.label)
-            processes = hosts.start([*worker, *words], os.environ)
-            for line in lines_of_first(processes):
-                found = json.loads(line)
-                case.samples, case.sent = found["times"], found["sent"]
-                ranks.progress(case.label, 1)
-            case.skipped = failure_of(processes)
-            self._failed |= case.skipped is not None
-            hosts.end_ranks()
+        words = [sys.executable, "-m", "hvdlite.bench", self.name, "--rates", AS_IS, "--device", "cpu"]
+        words += ["--techniques", ",".join(self.techniques), "--model", self.model, "--batch", f"{self._rows}"]
+        with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+            for case in self.cases:
+                ranks.progress(case.label)
+                hosts.limit(case.label)
+                failure = failure_of(hosts.start([*words, "--steps", f"{self.steps}", "--json", file.name], os.environ))
+                hosts.end_ranks()
+                if failure is not None:
+                    case.skipped, self._failed = failure, True
+                    continue
+                found = json.loads(Path(file.name).read_text())
+                self._about = {key: found[key] for key in ("ranks", "hosts", "threads_per_rank")}
+                for row in found["rows"]:
+                    case.samples[row["technique"]] = row["samples_s"]
+                    self.sent[case.label][row["technique"]] = row["samples_bytes"]
+                ranks.progress(case.label, self.steps)
 
     def title(self) -> str:
         made = " (network namespaces)" if self._makes_hosts else ""
         return f"a training step of {self._workload.name}, batch {self._rows}, on {self.job}{made}"
 
     def describe(self, case: Case, name: str, medians: Mapping[str, float]) -> Row:
-        assert isinstance(case, LinkCase), "all cases are"
-        row: Row = {"technique": name, "variant": name if is_ddp(name) else f"hvdlite {name}"}
+        row: Row = {"technique": name, "variant": name if name.startswith(DDP) else f"hvdlite {name}"}
         for key, rival in (("ddp", DDP), ("ddp_fp16", DDP_FP16)):
             row[f"times_faster_than_{key}"] = ratio_of(medians.get(rival), medians[name])
-        bytes_sent = {key: value for key, value in spread(case.sent[name], "bytes").items() if key != "count"}
-        return {**row, "interval": TECHNIQUES[name].interval, **bytes_sent}
+        # With the count of `samples_s`, which is the same.
+        return {**row, "interval": TECHNIQUES[name].interval, **spread(self.sent[case.label][name], "bytes")}
 
     def chart(self, rows: Sequence[Row]) -> Chart:
         panels = []
         for rate, of_rate in grouped(rows, "rate").items():
-            texts = [
-                f"{show_time(row['median_s'])}, {show_ratio(row['times_faster_than_ddp'])} × ddp" for row in of_rate
-            ]
+            ratios = [show_ratio(row["times_faster_than_ddp"]) for row in of_rate]
+            texts = [f"{show_time(row['median_s'])}, {ratio} × ddp" for row, ratio in zip(of_rate, ratios, strict=True)]
             panels.append(Bars(rate, "ms of a step", of_rate, "s", 1e-3, texts))
         caption = f"{self.title()}. Medians, of the slowest rank; whiskers are quartiles. × ddp: above 1 is faster."
         return Chart("Training steps over slow links", caption, panels)
 
     def report(self) -> BenchReport:
         report = super().report()
-        data = {**report.data, "ranks": self.job.ranks, "hosts": self._names}
-        if self._makes_hosts:
-            data["threads_per_rank"] = 1
-        return report._replace(data=data, code=int(self._failed))
-
-
-def lines_of_first(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[bytes]:
-    """Yields the lines of rank 0's stdout until it ends, or until another rank fails."""
-    stdout = processes[0].stdout
-    assert stdout is not None, "it is a pipe"
-    begun = b""
-    while not any(each.poll() for each in processes):
-        if select.select([stdout], [], [], _POLL_S)[0]:
-            text = os.read(stdout.fileno(), 2**20)
-            if not text:
-                return
-            *lines, begun = (begun + text).split(b"\n")
-            yield from lines
+        return report._replace(data={**report.data, **self._about}, code=int(self._failed))
 
 
 def failure_of(processes: Sequence[subprocess.Popen[bytes]]) -> str | None:
-    """Returns which rank has failed, or does not end although rank 0 has finished; None if all have ended well."""
-    for rank, each in enumerate(processes):
-        if any(other.poll() for other in processes):
-            break
-        try:
-            each.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            return f"rank {rank} had finished, and did not end"
-    codes = [each.poll() for each in processes]
-    failed = next((rank for rank, code in enumerate(codes) if code), None)
-    return None if failed is None else f"rank {failed} ended with exit code {codes[failed]}, after what stderr says"
-
-
-def main(names: list[str], rounds: int, model: str, rows: int) -> None:
-    """Measures on CPUs, and prints what was measured so far after each round. Every rank of the job must call it."""
-    init()
-    ranks = Ranks(current_world(), "cpu")
-    times: Samples = {name: [] for name in names}
-    sent: Samples = {name: [] for name in names}
-
-    def tell() -> None:
-        if ranks.rank == 0:
-            print(json.dumps({"times": times, "sent": sent}), flush=True)
-
-    workload = WORKLOADS[model]
-    batch = workload.batch(rows, 1 + ranks.rank, ranks.device)
-    measure(ranks, workload.make(ranks.device), batch, rounds, times, sent, tell)
-    ranks.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    """Waits until a rank has failed, and returns which one, or until all have ended well, and returns None."""
+    while True:
+        codes = [each.poll() for each in processes]
+        failed = next((rank for rank, code in enumerate(codes) if code), None)
+        if failed is not None:
+            return f"rank {failed} ended with exit code {codes[failed]}, after what stderr says"
+        if None not in codes:
+            return None
+        time.sleep(_POLL_S)

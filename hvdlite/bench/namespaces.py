@@ -59,7 +59,9 @@ class Hosts:
     """A number of hosts, ``host0`` and so on. `close` them at the end."""
 
     def __init__(self, count: int) -> None:
-        """Raises OSError if the system does not allow it, as in many containers."""
+        """Raises OSError, with what to do, if the system does not allow it, as in many containers."""
+        if (problem := why_no_hosts()) is not None:
+            raise OSError(problem)
         self._holders: list[subprocess.Popen[bytes]] = []
         self._ranks: list[subprocess.Popen[bytes]] = []
         self.count = count
@@ -121,7 +123,7 @@ class Hosts:
             _within(self._switch, "tc", "qdisc", "replace", "dev", _port(number), "root", *bucket)
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> list[subprocess.Popen[bytes]]:
-        """Starts the ranks of a job, one on each host and core, as torchrun would. Only rank 0's stdout is a pipe."""
+        """Starts the ranks of a job, one on each host and core, as torchrun would, without stdout."""
         self._ranks = []
         for number, member in enumerate(self._members):
             core = self._cores[number % len(self._cores)]
@@ -143,7 +145,7 @@ class Hosts:
                 # Without it PyTorch warns that a host's address has no name.
                 env={"TORCH_CPP_LOG_LEVEL": "ERROR", **environ, **told},
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL if number else subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
             self._ranks.append(rank)

@@ -157,9 +157,9 @@ MODEL = choice_flag("NAME", WORKLOADS, f"one of {', '.join(WORKLOADS)} (mlp)")
 BATCH = flag("ROWS", read_count, "of each rank (the model's own)")
 
 
-def workload_of(model: str | None) -> Workload:
-    """Returns the workload that ``--model`` names, or the MLP. Raises OptionError if a package for it is missing."""
-    workload = WORKLOADS[model or "mlp"]
+def workload_of(model: str) -> Workload:
+    """Returns the workload that ``--model`` names. Raises OptionError if a package for it is missing."""
+    workload = WORKLOADS[model]
     missing = workload.missing()
     if missing is not None:
         raise OptionError(f"--model: {missing}")

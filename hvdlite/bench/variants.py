@@ -195,7 +195,7 @@ class Memory(Command):
 
     name = "memory"
     help = "peak memory of training beyond the model's own, compared with DDP"
-    model: str | None = field(default=None, metadata=MODEL)
+    model: str = field(default="mlp", metadata=MODEL)
     variants: Sequence[str] | None = field(default=None, metadata=variants_flag(_VARIANTS_OF_MEMORY, _USUAL_OF_MEMORY))
     batch: int | None = field(default=None, metadata=BATCH)
     rounds: int = field(default=3, metadata=count_flag("repetitions of each"))

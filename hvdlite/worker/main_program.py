@@ -17,8 +17,6 @@ from typing import Any, Literal
 
 Kind = Literal["script", "module", "code"]
 
-_OWN_FILES = (__file__, runpy.run_module.__code__.co_filename)
-
 
 def run_main_program(kind: Kind, program: str, arguments: Sequence[str], names: dict[str, Any]) -> None:
     """Runs the program in ``names``, the globals of `__main__`; ``program`` is a path, a module's name, or code.
@@ -62,7 +60,7 @@ def _show_without_own_frames(names: dict[str, Any], of_script: Sequence[str]) ->
         own = traceback
         while own is not None and own.tb_frame.f_code.co_filename != __file__:
             own = own.tb_next
-        while own is not None and own.tb_frame.f_code.co_filename in _OWN_FILES:
+        while own is not None and own.tb_frame.f_code.co_filename == __file__:
             own = own.tb_next
         sys.last_traceback = own
         show(kind, error.with_traceback(own), own)

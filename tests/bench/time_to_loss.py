@@ -16,6 +16,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -33,12 +34,10 @@ from hvdlite.bench.links import (
     DDP,
     TECHNIQUES,
     failure_of,
-    lines_of_first,
     measure_block,
-    missing_for,
     read_rates,
 )
-from hvdlite.bench.namespaces import Hosts, why_no_hosts
+from hvdlite.bench.namespaces import Hosts
 from hvdlite.bench.ranks import Ranks, Samples
 from hvdlite.bench.report import Columns, Row, ratio_of, table
 from hvdlite.bench.training import Batch, Training
@@ -196,17 +195,14 @@ def text_of(rows: Sequence[Row], wanted: float) -> str:
     return table(f"training to a loss of {wanted:g}, batch {ROWS} of each rank", rows, _COLUMNS, text_columns=2)
 
 
-def rank_main(names: Sequence[str], loss: float, most_steps: int) -> None:
-    """Trains on this rank's CPU, and prints what was measured so far after each round. Every rank must call it."""
+def rank_main(names: Sequence[str], loss: float, most_steps: int, file: Path) -> None:
+    """Trains on this rank's CPU, and has rank 0 write what was measured to the file. Every rank must call it."""
     hvd.init()
     ranks = Ranks(current_world(), "cpu")
     found: dict[str, Samples] = {kind: {name: [] for name in names} for kind in ("times", "sent", "losses")}
-
-    def tell() -> None:
-        if ranks.rank == 0:
-            print(json.dumps(found), flush=True)
-
-    learn(ranks, loss, most_steps, found["times"], found["sent"], found["losses"], tell)
+    learn(ranks, loss, most_steps, found["times"], found["sent"], found["losses"])
+    if ranks.rank == 0:
+        file.write_text(json.dumps(found))
     ranks.close()
 
 
@@ -220,26 +216,26 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--loss", type=read_loss, default=USUAL_LOSS, metavar="LOSS", help="(%(default)s)")
     parser.add_argument("--steps", type=read_count, default=MOST_STEPS, metavar="N", help="at most (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # what each host runs
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # what each host runs, into --json
     given = parser.parse_args(words)
     if given.rank:
-        rank_main(given.techniques, given.loss, given.steps)
+        rank_main(given.techniques, given.loss, given.steps, given.json)
         return 0
-    problems = [why_no_hosts(), *map(missing_for, given.techniques)]
-    problems.append("--rates: it makes its own links" if AS_IS in given.rates else None)
-    if problem := next((each for each in problems if each is not None), None):
-        parser.error(problem)
+    if AS_IS in given.rates:
+        parser.error("--rates: it makes its own links")
     program = [sys.executable, __file__, "--rank", "--techniques", ",".join(given.techniques)]
     program += ["--loss", f"{given.loss}", "--steps", f"{given.steps}"]
     hosts, rates, failures = Hosts(given.hosts), {}, []
     try:
         for rate in given.rates:
             hosts.limit(rate)
-            processes = hosts.start(program, os.environ)
-            for line in lines_of_first(processes):
-                rates[rate] = json.loads(line)
-            failures += [failure for failure in [failure_of(processes)] if failure is not None]
-            hosts.end_ranks()
+            with tempfile.NamedTemporaryFile("r") as file:
+                failure = failure_of(hosts.start([*program, "--json", file.name], os.environ))
+                hosts.end_ranks()
+                if failure is None:
+                    rates[rate] = json.loads(Path(file.name).read_text())
+                else:
+                    failures.append(failure)
     finally:
         failures += hosts.close()
     rows = report_of(rates, given.loss)
