@@ -22,7 +22,7 @@ from ..errors import HvdliteError
 from ..ops import api
 from .arguments import count_flag, flag, read_sizes, show_bandwidth, show_ratio, show_size, show_time, some_of
 from .ranks import Ranks
-from .report import Case, Chart, Columns, Command, Lines, Row, grouped, quartiles_of, ratio_of
+from .report import Case, Chart, Columns, Command, Row, TimesBySize, grouped, quartiles_of, ratio_of
 
 # 4 B to 256 MB, by factors of 4.
 DEFAULT_SIZES = tuple(4 * 4**power for power in range(14))
@@ -102,7 +102,7 @@ class AllReduceComparison(Command):
         }
 
     def chart(self, rows: Sequence[Row]) -> Chart:
-        panels = [Lines(dtype, of_dtype) for dtype, of_dtype in grouped(rows, "dtype").items()]
+        panels = [TimesBySize(dtype, of_dtype) for dtype, of_dtype in grouped(rows, "dtype").items()]
         caption = f"{self.title()}. Medians, of the slowest rank; shades are between quartiles."
         return Chart("How long an all-reduce takes", caption, panels)
 

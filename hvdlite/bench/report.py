@@ -44,7 +44,7 @@ def _color_of(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Lines:
+class TimesBySize:
     """A panel of times by size, both on logarithmic axes: a line for each thing measured, shaded between quartiles."""
 
     title: str
@@ -92,7 +92,7 @@ class Bars:
         bars = axes.barh(names, median, color=list(map(_color_of, names)), xerr=whiskers, capsize=2)
         axes.bar_label(bars, self.texts, padding=4)
         axes.grid(visible=False, axis="y")
-        axes.margins(x=0.3)
+        axes.margins(x=0.45)
         axes.invert_yaxis()
         axes.set_xlabel(self.label)
 
@@ -103,7 +103,7 @@ class Chart:
 
     title: str
     caption: str
-    panels: Sequence[Bars | Lines]
+    panels: Sequence[Bars | TimesBySize]
 
 
 def require_matplotlib() -> None:

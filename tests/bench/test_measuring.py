@@ -116,7 +116,7 @@ def test_what_is_measured_so_far_is_reported_and_the_rest_left_out():
     assert [
         (row["variant"], row["above_reference_bytes"], row["in_models"]) for row in peaks.report().data["rows"]
     ] == [("ddp-view", 0.0, 2.0), ("hvdlite", 10.0, 2.1)]
-    for command in (all_reduces(case_of(4, "int8")), Step([], None, None, 1), Memory(None, None, None, 1)):
+    for command in (all_reduces(case_of(4, "int8")), Step([], None, None, 1), Memory("mlp", None, None, 1)):
         empty = command.report()
         assert empty.data["rows"] == []
         assert "× " in empty.text
