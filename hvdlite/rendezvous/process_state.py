@@ -9,7 +9,7 @@ are the same. It is closed before another one is opened, because a server has a 
 hvdlite-run's store, and a `LauncherStore`, which is never freed: one for all worlds. - the connection to the launcher's
 PMI, and the addresses at which gloo listens in an elastic job, while PMI_FD or GLOO_SOCKET_IFNAME is the same. - until
 the process ends: the thread that answers hvdlite-run in an elastic job, and the shared memory of a rank whose steps
-survive the loss of others (`shm.kept_memory`).
+survive the loss of others (`shm.segment`).
 
 `runtime.world` has the one object, and passes it to `runtime.bootstrap`. State that is right in any world is elsewhere:
 hooks (tracebacks, fork, the interpreter's end), the log's handler, counters that only make names unique, the thread

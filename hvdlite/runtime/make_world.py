@@ -32,7 +32,7 @@ from ..comm.engine import Engine, EngineFactory
 from ..comm.gloo import Connecting, ConnectingRanks, InitTimeout
 from ..comm.gloo_sockets import own_addresses
 from ..comm.group import Group
-from ..comm.hierarchy_selection import choose_levels
+from ..comm.hierarchy import choose_levels
 from ..comm.work import CollectiveWatch
 from ..control.control_client import make_controller
 from ..environment import DYNAMIC, Environment
@@ -41,8 +41,8 @@ from ..log import log, open_log
 from ..rendezvous.placement import Placement, Topology, placements_to_topology
 from ..rendezvous.process_state import ProcessState
 from ..rendezvous.rank_info import RankInfo, agree_on_secret, exchange_rank_info, given_secret, refuse
-from ..shm.kept_memory import KeptMemory
-from ..shm.shm_factory import ShmEngineFactory
+from ..shm.segment import KeptMemory
+from ..shm.setup import ShmEngineFactory
 from ..signing import Signer
 from .process_set import Registry
 from .survival import Survival

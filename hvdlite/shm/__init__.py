@@ -8,6 +8,6 @@ with `ShmEngineFactory`; DDP uses an engine through the ProcessGroup in `backend
 
 Modules import only what stands before them:
 
-    futex < segment < kept_memory < control_block < arithmetic < board < peers < shm_operation < reductions
-        < data_movement < shm_work < queue < shm_engine < setup < shm_factory < backend
+    segment < control_block < arithmetic < board < peers < shm_operation < collectives < queue < shm_engine < setup
+        < backend
 """

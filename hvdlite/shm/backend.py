@@ -20,10 +20,10 @@ from torch._C._distributed_c10d import AllToAllOptions, Store
 
 from ..comm.gloo import InitTimeout
 from ..signing import Signer
+from .queue import ShmWork
 from .segment import NoMemoryError
 from .setup import exchange_control_blocks, open_segment
-from .shm_engine import ShmEngine
-from .shm_work import ShmWork
+from .shm_engine import ShmEngine, even_parts
 
 NAME = "hvdshm"
 
@@ -92,7 +92,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, see 
         return self._engine.reduce_scatter(output, parts, opts.reduceOp)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> ShmWork:
-        return self._engine._reduce_scatter_base(output, input, opts)
+        return self._engine.reduce_scatter(output, even_parts(input, self.size()), opts.reduceOp, input)
 
     reduce_scatter_single = _reduce_scatter_base
 

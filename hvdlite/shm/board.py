@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic import Arithmetic
-from .control_block import VOTE_SLOTS, ControlBlock, Payloads
-from .futex import READS_IN_ORDER, comes_soon, fence, sleep_while, wake
+from .control_block import READS_IN_ORDER, VOTE_SLOTS, ControlBlock, Payloads, comes_soon, fence, sleep_while, wake
 
 DIGEST_BYTES = 16
 

@@ -16,17 +16,23 @@
 Only its own rank writes a control block. It writes header and data first and raises the counter after them, so readers
 take no lock. A counter has the number of the operation in progress in its upper bits, and how many chunks of it are
 finished in the lower ones. `peers` waits for the counters, and `shm_operation` reads and writes headers and payloads.
+With it goes what ranks need to wait for such words: a memory barrier, a short spin, and sleep by futex (Linux only).
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .. import forks
 from .segment import Piece
 
 # Offsets in 64-bit words. Each counter has a cache line to itself.
@@ -55,6 +61,23 @@ NOWHERE, INLINE, RESIDENT, STAGED = range(4)
 
 # The most lists of views that `Payloads` keeps.
 _REMEMBERED = 256
+
+_NUMBER_OF_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+# Not FUTEX_PRIVATE_FLAG, which is for threads of one process.
+_WAIT, _WAKE = 0, 1
+_EVERYBODY = 2**31 - 1
+
+# How long a rank with a core of its own checks before it sleeps: enough for two ranks in step.
+_SPIN_S = 100e-6
+_LOOKS_PER_CLOCK = 50
+# With fewer cores than ranks, spinning would delay the other ranks: this rank yields its core a few times instead.
+_YIELDS = 4
+
+_IS_X86 = platform.machine() == "x86_64"
+# Whether a reader needs no `fence`. ARM may read the data that a counter stands for before it reads the counter.
+READS_IN_ORDER = _IS_X86
+_libc = ctypes.CDLL(None, use_errno=True)
+_barrier = forks.lock_of_process()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +195,52 @@ class ControlBlock:
     def ring(self) -> None:
         """Change the word. Two ranks may ring at once and change it once: both have written their counters before."""
         self._half_words[_BELL * 2] = (self._half_words[_BELL * 2] + 1) % 2**32
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long)]
+
+
+def is_available() -> bool:
+    """Whether this machine has what this package uses: futexes, pidfds and /proc."""
+    return _NUMBER_OF_FUTEX is not None and hasattr(os, "pidfd_open") and os.path.isdir("/proc/self/fd")
+
+
+def fence() -> None:
+    """Act as a full memory barrier: no later read or write is seen before an earlier one."""
+    # Acquiring a lock is an atomic read-modify-write, a full barrier on x86; on ARM, a release and then an acquire is.
+    with _barrier:
+        pass
+    if not _IS_X86:
+        with _barrier:
+            pass
+
+
+def comes_soon(is_over: Callable[[], bool], *, has_core: bool) -> bool:
+    """Whether ``is_over()`` within the time for which it pays not to sleep; ``has_core``: each rank has one."""
+    if not has_core:
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if is_over():
+                return True
+        return False
+    until_s = time.monotonic() + _SPIN_S
+    while time.monotonic() < until_s:
+        for _ in range(_LOOKS_PER_CLOCK):
+            if is_over():
+                return True
+    return False
+
+
+def sleep_while(address: int, value: int, timeout_s: float) -> None:
+    """Sleep until a rank calls `wake`, unless the 32-bit word differs from ``value``; it may return early.
+
+    Python runs signal handlers only after it returns, so ``timeout_s`` bounds their delay.
+    """
+    timeout = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
+    _libc.syscall(_NUMBER_OF_FUTEX, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(value), ctypes.byref(timeout))
+
+
+def wake(address: int) -> None:
+    """Wake every thread, in all processes, that sleeps at this address."""
+    _libc.syscall(_NUMBER_OF_FUTEX, ctypes.c_void_p(address), _WAKE, _EVERYBODY)

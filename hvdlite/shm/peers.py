@@ -18,8 +18,20 @@ from functools import partial
 import torch
 
 from ..comm.engine import LostError, PeerGoneError
-from .control_block import FAILED, LEFT, OPEN, REVOKED, WINDOW, ControlBlock, Payloads
-from .futex import READS_IN_ORDER, comes_soon, fence, sleep_while, wake
+from .control_block import (
+    FAILED,
+    LEFT,
+    OPEN,
+    READS_IN_ORDER,
+    REVOKED,
+    WINDOW,
+    ControlBlock,
+    Payloads,
+    comes_soon,
+    fence,
+    sleep_while,
+    wake,
+)
 from .segment import close_all
 
 # The longest sleep, after which a rank checks for dead ranks; it also bounds the delay of a signal that arrives just

@@ -1,20 +1,20 @@
 """
-Sets up an engine: the ranks exchange the addresses of their control blocks through a store, and map each other's.
+Opens engines between the ranks of one host: shared memory for CPU tensors, torch's own engines for GPU tensors.
 
-`backend` and `shm_factory` call `exchange_control_blocks`. It publishes this rank's process id, file descriptors and a
-token, maps the other ranks' control blocks and slots, waits until all ranks have done so, and returns an
-`EngineContext`.
+    ShmEngineFactory.open ─┬─ exchange_control_blocks ── ShmEngine     which `backend` does, too
+                           └─ with GPUs: another engine beside it, in a DeviceEngine
 
-Control block and slots are in a file apart from the rank's segment, which all ranks keep mapped. So a rank may close
-its engine when it is done, and the others can still read what it has written. Slots that outlive the engine
-(`kept_memory`) are in the segment.
-
-A rank that has no shared memory publishes its error, so that all ranks raise it.
+Each rank publishes its process id, file descriptors and a token in a store, maps the other ranks' control blocks and
+slots, and waits until all ranks have done so. A rank that has no shared memory publishes its error, so that all ranks
+raise it. Control block and slots are in a file apart from the rank's segment, which all ranks keep mapped. So a rank
+may close its engine when it is done, and the others can still read what it has written. Slots that outlive the engine
+(`KeptSegment`) are in the segment.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -24,15 +24,20 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from ..comm.gloo import InitTimeout
+from ..comm.engine import DelegatingEngine, Engine, EngineFactory, SingleRankFactory
+from ..comm.gloo import ConnectingRanks, InitTimeout
 from ..errors import CommunicationError
+from ..log import log
 from ..signing import TAG_BYTES, Signer
-from .control_block import CONTROL_BLOCK_BYTES, FAILED, TOKEN, ControlBlock
-from .futex import is_available
+from .board import Board
+from .control_block import CONTROL_BLOCK_BYTES, FAILED, TOKEN, ControlBlock, is_available
 from .peers import Peers
-from .segment import Address, NoMemoryError, Piece, Segment
+from .segment import Address, KeptMemory, NoMemoryError, Piece, Segment
+from .shm_engine import ShmEngine
 from .shm_operation import SLOTS_BYTES, EngineContext
 
 WaitUntilSet = Callable[[Store, Sequence[str]], None]
@@ -71,23 +76,22 @@ def exchange_control_blocks(
     with contextlib.ExitStack() as undo:
         if isinstance(own, _Own):
             undo.callback(own.close)
-        info = {"error": str(own)} if isinstance(own, Exception) else own.info
-        infos = exchange("control block", info, "has no shared memory")
+        infos = exchange("control block", own.info if isinstance(own, _Own) else own, "has no shared memory")
         assert isinstance(own, _Own), "those who have none have raised"
-        context, result = None, {}
+        made: EngineContext | Exception
         try:
-            context = _make_context(own, rank, infos, init_timeout.timeout)
-            undo.callback(context.peers.close)
+            made = _make_context(own, rank, infos, init_timeout.timeout)
+            undo.callback(made.peers.close)
             # If only this rank fails in what follows, the others begin to use the engine, and wait for this rank there.
-            undo.callback(context.peers.leave, FAILED)
+            undo.callback(made.peers.leave, FAILED)
         except (NoMemoryError, OSError, ValueError) as error:
-            result = {"error": str(error)}
-        exchange("result", result, "cannot map the other ranks' memory")
-        assert context is not None, "no rank has an error"
+            made = error
+        exchange("result", made if isinstance(made, Exception) else {}, "cannot map the other ranks' memory")
+        assert isinstance(made, EngineContext), "no rank has an error"
         undo.pop_all()
     # All ranks have mapped the file.
     own.close()
-    return context
+    return made
 
 
 def _make_context(own: _Own, rank: int, infos: list[dict[str, Any]], timeout: timedelta) -> EngineContext:
@@ -157,13 +161,20 @@ def _make_own(segment: Segment | NoMemoryError) -> _Own | NoMemoryError:
 
 
 def _exchange(
-    store: Store, rank: int, size: int, wait: WaitUntilSet, signer: Signer, what: str, value: dict[str, Any], fault: str
+    store: Store,
+    rank: int,
+    size: int,
+    wait: WaitUntilSet,
+    signer: Signer,
+    what: str,
+    value: dict[str, Any] | Exception,
+    fault: str,
 ) -> list[dict[str, Any]]:
     """Publishes this rank's value under keys that begin with ``what``, and returns those of all ranks.
 
-    If one has an "error", all ranks raise a NoMemoryError, in which that rank ``fault``, such as "has no memory".
+    If one is an error, all ranks raise a NoMemoryError, in which that rank ``fault``, such as "has no memory".
     """
-    text = json.dumps(value)
+    text = json.dumps({"error": str(value)} if isinstance(value, Exception) else value)
     keys = [f"{what}{group_rank}" for group_rank in range(size)]
     try:
         # In an elastic job each of them fails once one of the ranks is lost, the last one, too.
@@ -209,3 +220,113 @@ def _words_of_absence(store: Store, keys: Sequence[str]) -> str:
     except RuntimeError:
         return "the ranks' store is gone, because the rank that serves it has ended"
     return f"rank {', '.join(map(str, absent))} did not join in time" if absent else "another rank has ended"
+
+
+class DeviceEngine(DelegatingEngine):
+    """Runs CPU tensors on one engine, and all others on another."""
+
+    reduces_in_one_pass = True
+    gathers_parts = True
+
+    def __init__(self, cpu: ShmEngine, other: Engine) -> None:
+        super().__init__(cpu, other)
+        self._cpu = cpu
+        self._other = other
+        self.ways = {**other.ways, **cpu.ways}
+        self.cannot_repeat = {**other.cannot_repeat, **cpu.cannot_repeat}
+
+    def engine_for(self, tensor: Tensor) -> Engine:
+        return self._cpu if tensor.is_cpu else self._other
+
+    @property
+    def board(self) -> Board:
+        return self._cpu.board
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self._cpu.zeros(numel, dtype)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return self._cpu.holds(tensor)
+
+
+class ShmEngineFactory:
+    """Opens engines between ranks of one host; if one rank lacks shared memory, all ranks get torch's engines."""
+
+    def __init__(
+        self, ranks: ConnectingRanks, torchs: EngineFactory, *, for_gpus: bool, kept: KeptMemory | None = None
+    ) -> None:
+        """``torchs`` opens torch's engines between the same ranks, as a fallback.
+
+        ``for_gpus``: each engine gets one of these beside it, for GPU tensors. ``kept`` is memory that outlives these
+        engines; None where it ends with the last of them.
+        """
+        self._ranks = ranks
+        self._torchs = torchs
+        self._for_gpus = for_gpus
+        self._kept = kept
+        self._opened = itertools.count()
+        # Exists only while there are engines, so that no file stays open longer.
+        self._segment: Segment | NoMemoryError | None = None
+        self._engines: set[ShmEngine] = set()
+        self._has_warned = False
+
+    def open(self) -> Engine:
+        label, ranks = f"shm{next(self._opened)}", self._ranks
+        if self._segment is None:
+            self._segment = _segment_or_error(self._kept)
+        try:
+            store, signer = PrefixStore(label, ranks.store), ranks.signer.derive(label)
+            context = exchange_control_blocks(
+                store, ranks.rank, ranks.size, self._segment, ranks.init_timeout, signer, ranks.wait_until_set
+            )
+        except NoMemoryError as error:
+            self._close_unused()
+            self._warn(error)
+            return self._torchs.open()
+        except BaseException:
+            self._close_unused()
+            raise
+        engine = ShmEngine(context, "hvdlite shm", self._closed)
+        self._engines.add(engine)
+        if not self._for_gpus:
+            return engine
+        try:
+            return DeviceEngine(engine, self._torchs.open())
+        except BaseException:
+            engine.close()
+            raise
+
+    def _closed(self, engine: ShmEngine) -> None:
+        if self._kept is not None:
+            self._kept.add_closed(engine.wait_until_quiet)
+        self._engines.discard(engine)
+        self._close_unused()
+
+    def _close_unused(self) -> None:
+        if not self._engines and isinstance(self._segment, Segment):
+            if self._kept is None:
+                self._segment.close()
+            self._segment = None
+
+    def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
+        if len(group_ranks) == 1:
+            return SingleRankFactory()
+        ranks = self._ranks.among(group_ranks, group_rank, token)
+        torchs = self._torchs.among(group_ranks, group_rank, token)
+        return ShmEngineFactory(ranks, torchs, for_gpus=self._for_gpus, kept=self._kept)
+
+    def _warn(self, error: NoMemoryError) -> None:
+        if self._ranks.rank == 0 and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "CPU tensors use gloo instead of shared memory, which would be faster: %s (for a container, `docker "
+                "run --shm-size` sets how much there is; HVDLITE_SHM=0 turns this warning off)",
+                error,
+            )
+
+
+def _segment_or_error(kept: KeptMemory | None) -> Segment | NoMemoryError:
+    try:
+        return open_segment() if kept is None else kept.segment()
+    except NoMemoryError as error:
+        return error

@@ -1,9 +1,8 @@
 """
 `ShmEngine`: the collectives of `torch.distributed.ProcessGroup` on CPU tensors, between ranks of one host.
 
-Each call checks its tensors, takes the next number, makes a `ShmOperation` with the steps from `reductions` or
-`data_movement`, and puts it in the `Queue`; it returns a `ShmWork`. `setup` makes the engine's context. `comm.group`
-calls the engine, and so does the ProcessGroup in `backend`.
+Each call checks its tensors, takes the next number, and puts a `ShmWork` with the steps from `collectives` in the
+`Queue`. `setup` makes the engine's context. `comm.group` calls the engine, and so does the ProcessGroup in `backend`.
 """
 
 from __future__ import annotations
@@ -22,21 +21,20 @@ from torch._C._distributed_c10d import AllToAllOptions
 
 from .. import forks
 from ..comm.engine import Engine, EngineState, LostError
-from ..comm.flat_bytes import as_bytes, pieces_of
+from ..comm.flat_bytes import pieces_of
 from ..log import log
+from . import collectives
 from .arithmetic import DTYPES, Arithmetic, factor_of
 from .board import Board
 from .control_block import LEFT, PAYLOAD_BYTES
-from .data_movement import AllGather, AllGatherOfParts, AllToAll, SharedBroadcast
-from .queue import CollectiveSteps, Queue
-from .reductions import ReduceScatter, SharedAllReduce, SmallAllReduce
+from .queue import Queue, ShmWork
 from .segment import NoMemoryError
-from .shm_operation import KINDS, EngineContext, ShmOperation
-from .shm_work import ShmWork
+from .shm_operation import KINDS, EngineContext, ShmOperation, Steps
 
 _KIND = {name: number for number, name in enumerate(KINDS)}
 _DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
 _UINT8 = _DTYPE[torch.uint8]
+_LARGE = PAYLOAD_BYTES + 1  # the bytes of what is never shown in a payload
 
 
 class ShmEngine(Engine):
@@ -113,17 +111,9 @@ class ShmEngine(Engine):
         for each in (tensor, source):
             _check(each, "all-reduce")
         arithmetic = self._arithmetic(opts.reduceOp, tensor.dtype)
-        call = "all-reduce", tensor.numel(), tensor.dtype, tensor.nbytes
-        if tensor.nbytes <= PAYLOAD_BYTES:
-            return self._submit(
-                [tensor], lambda operation: SmallAllReduce(operation, tensor, source, arithmetic),
-                *call, arithmetic=arithmetic,
-            )  # fmt: skip
-        flat = _flat(tensor)
-        flat_source = flat if source is tensor else _flat(source)
         return self._submit(
-            [tensor], lambda operation: SharedAllReduce(operation, tensor, flat, arithmetic, flat_source),
-            *call, arithmetic=arithmetic,
+            "all-reduce", [tensor], tensor.dtype, tensor.numel(), tensor.nbytes,
+            collectives.all_reduce, tensor, source, arithmetic, arithmetic=arithmetic,
         )  # fmt: skip
 
     def reduce_scatter_base(
@@ -135,40 +125,26 @@ class ShmEngine(Engine):
                 f"reduce-scatter of {input.numel()} elements into {output.numel()} on rank {self.rank} of {self.size}: "
                 f"the counts {list(counts)} do not match these numbers"
             )
-        parts = pieces_of(input.view(-1), counts)
-        return self._reduce_scatter(output, parts, opts.reduceOp, _checked(input, "reduce-scatter"))
-
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: dist.ReduceScatterOptions, /) -> ShmWork:
-        return self.reduce_scatter(output, _even(input, self.size), opts.reduceOp, _checked(input, "reduce-scatter"))
-
-    def allgather_base(self, output: Tensor, input: Tensor, /) -> ShmWork:
-        return self.allgather([_even(output, self.size)], [input])
+        return self._reduce_scatter(output, pieces_of(input.view(-1), counts), opts.reduceOp, input)
 
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: Any, whole: Tensor | None = None) -> ShmWork:
         """``parts`` are this rank's terms, one for each rank, all as large as the output.
 
-        ``whole`` is the memory, as bytes, in which the parts are contiguous, if there is one.
+        ``whole`` is the tensor in which the parts are contiguous, if there is one.
         """
-        if len(parts) != self.size or any(part.numel() != output.numel() for part in parts):
-            raise ValueError(
-                f"reduce-scatter needs an input for each of the {self.size} ranks, as large as the output of "
-                f"{output.numel()} elements, and was given {[part.numel() for part in parts]}"
-            )
+        _require_alike(parts, self.size, output, "reduce-scatter needs an input", "output")
         return self._reduce_scatter(output, parts, op, whole)
 
     def _reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: Any, whole: Tensor | None) -> ShmWork:
-        into = _checked(output, "reduce-scatter")
-        flats = [_checked(part, "reduce-scatter") for part in parts]
+        into, *flats = [_checked(each, "reduce-scatter") for each in (output, *parts)]
+        memory = None if whole is None else _checked(whole, "reduce-scatter")
         arithmetic = self._arithmetic(op, output.dtype)
         counts = [part.numel() for part in parts]
-        is_even = len(set(counts)) == 1
-        # Uneven counts do not fit into the header that ranks compare: a CRC of them goes into its field for the root.
-        numel, digest = (counts[0], 0) if is_even else (sum(counts), zlib.crc32(repr(counts).encode()) & 0xFFFF)
+        # Uneven counts do not fit into the header that ranks compare.
+        numel, root = (counts[0], 0) if len(set(counts)) == 1 else (sum(counts), _digest(counts))
         return self._submit(
-            [output],
-            lambda operation: ReduceScatter(operation, into, flats, arithmetic, whole),
-            "reduce-scatter", numel, output.dtype, max(flat.numel() for flat in flats),
-            arithmetic=arithmetic, root=digest,
+            "reduce-scatter", [output], output.dtype, numel, max(flat.numel() for flat in flats),
+            collectives.reduce_scatter, into, flats, arithmetic, memory, arithmetic=arithmetic, root=root,
         )  # fmt: skip
 
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> ShmWork:
@@ -177,23 +153,21 @@ class ShmEngine(Engine):
         if not 0 <= root < self.size:
             raise ValueError(f"broadcast: there is no rank {root} among the {self.size} ranks")
         return self._submit(
-            tensors, lambda operation: SharedBroadcast(operation, flat, root),
-            "broadcast", tensor.numel(), tensor.dtype, flat.numel(), root=root,
+            "broadcast", tensors, tensor.dtype, tensor.numel(), flat.numel(), collectives.broadcast, flat, root,
+            root=root,
         )  # fmt: skip
+
+    def allgather_base(self, output: Tensor, input: Tensor, /) -> ShmWork:
+        return self.allgather([even_parts(output, self.size)], [input])
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> ShmWork:
         ((tensor,), (parts,)) = inputs, outputs
         flat = _checked(tensor, "all-gather")
         into = [_checked(part, "all-gather") for part in parts]
-        if len(into) != self.size or any(part.numel() != flat.numel() for part in into):
-            raise ValueError(
-                f"all-gather needs an output for each of the {self.size} ranks, as large as the input of "
-                f"{tensor.numel()} elements, and was given {[part.numel() for part in parts]}"
-            )
+        _require_alike(into, self.size, flat, "all-gather needs an output", "input")
         return self._submit(
-            list(parts), lambda operation: AllGather(operation, into, flat),
-            "all-gather", tensor.numel(), tensor.dtype, flat.numel(),
-        )  # fmt: skip
+            "all-gather", list(parts), tensor.dtype, tensor.numel(), flat.numel(), collectives.all_gather, into, flat
+        )
 
     def allgather_parts(self, flat: Tensor, counts: Sequence[int], into: Sequence[tuple[int, Tensor]], /) -> ShmWork:
         if len(counts) != self.size or sum(counts) != flat.numel():
@@ -204,11 +178,9 @@ class ShmEngine(Engine):
         memory, itemsize = _checked(flat, "all-gather of parts"), flat.element_size()
         bounds = [0, *itertools.accumulate(count * itemsize for count in counts)]
         wanted = [(start * itemsize, _checked(tensor, "all-gather of parts")) for start, tensor in into]
-        # As in `_reduce_scatter`, they do not fit into the header.
-        digest = zlib.crc32(repr(list(counts)).encode()) & 0xFFFF
         return self._submit(
-            [tensor for _, tensor in into], lambda operation: AllGatherOfParts(operation, memory, bounds, wanted),
-            "all-gather of parts", flat.numel(), flat.dtype, PAYLOAD_BYTES + 1, root=digest,
+            "all-gather of parts", [tensor for _, tensor in into], flat.dtype, flat.numel(), _LARGE,
+            collectives.all_gather_of_parts, memory, bounds, wanted, root=_digest(list(counts)),
         )  # fmt: skip
 
     def alltoall_base(
@@ -226,14 +198,13 @@ class ShmEngine(Engine):
         into, parts = ([_checked(part, "all-to-all") for part in side] for side in (outputs, inputs))
         # The parts' sizes differ by rank, so the ranks compare them in a table of the operation.
         return self._submit(
-            list(outputs), lambda operation: AllToAll(operation, into, parts),
-            "all-to-all", 0, inputs[0].dtype, PAYLOAD_BYTES + 1,
-        )  # fmt: skip
+            "all-to-all", list(outputs), inputs[0].dtype, 0, _LARGE, collectives.all_to_all, into, parts
+        )
 
     def barrier(self) -> ShmWork:
         # A broadcast of nothing, which ends when all ranks have called it.
-        flat = torch.empty(0, dtype=torch.uint8, device="cpu")
-        return self._submit([], lambda operation: SharedBroadcast(operation, flat, 0), "barrier", 0, torch.uint8, 0)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        return self._submit("barrier", [], torch.uint8, 0, 0, collectives.broadcast, nothing, 0)
 
     def revoke(self, reason: str, /) -> None:
         if self._state.revoke(reason):
@@ -261,16 +232,17 @@ class ShmEngine(Engine):
 
     def _submit(
         self,
-        tensors: list[Tensor],
-        make: Callable[[ShmOperation], CollectiveSteps],
         kind: str,
-        numel: int,
+        tensors: list[Tensor],
         dtype: torch.dtype,
+        numel: int,
         nbytes: int,
-        *,
+        collective: Callable[..., Steps],
+        *arguments: object,
         arithmetic: Arithmetic | None = None,
         root: int = 0,
     ) -> ShmWork:
+        """Begins ``collective`` with these arguments; what ranks compare besides is in the other ones."""
         queue = self._queue
         op_number, extra = (0, 0) if arithmetic is None else (arithmetic.op_number, arithmetic.factor_bits)
         with self._calling:
@@ -279,9 +251,9 @@ class ShmEngine(Engine):
             operation = ShmOperation(
                 self._context, number, _KIND[kind], op_number, _DTYPE.get(dtype, _UINT8), root, numel, extra
             )
-            work = ShmWork(tensors, queue.carry_on, queue.carry_on_in_background, operation)
+            work = ShmWork(queue, tensors, operation, collective(operation, *arguments))
             # Data that fit a payload are shown at once, so the others wait for nothing else of this rank.
-            queue.submit(operation, make(operation), work, in_background=nbytes > PAYLOAD_BYTES)
+            queue.submit(work, in_background=nbytes > PAYLOAD_BYTES)
         queue.run_callbacks()
         return work
 
@@ -308,15 +280,24 @@ def _check(tensor: Tensor, what: str) -> None:
 def _checked(tensor: Tensor, what: str) -> Tensor:
     """Returns the tensor's memory as bytes; a ValueError if a collective cannot use the tensor."""
     _check(tensor, what)
-    return _flat(tensor)
+    return collectives.bytes_of(tensor)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    # `data` has a version counter of its own, so autograd does not count the engine's writes as changes by the program.
-    return as_bytes(tensor.data)
+def _require_alike(parts: Sequence[Tensor], size: int, other: Tensor, what: str, of_what: str) -> None:
+    if len(parts) != size or any(part.numel() != other.numel() for part in parts):
+        raise ValueError(
+            f"{what} for each of the {size} ranks, as large as the {of_what}; their sizes are "
+            f"{[part.numel() for part in parts]} and {other.numel()}"
+        )
 
 
-def _even(tensor: Tensor, size: int) -> list[Tensor]:
+def _digest(counts: Sequence[int]) -> int:
+    """Returns what ranks compare in the place of a root, to see that these counts are equal on all."""
+    return zlib.crc32(repr(counts).encode()) & 0xFFFF
+
+
+def even_parts(tensor: Tensor, size: int) -> list[Tensor]:
+    """Returns one of ``size`` equal parts of a tensor for each rank, flat; a ValueError if it cannot be divided."""
     if tensor.numel() % size:
         raise ValueError(f"a tensor of {tensor.numel()} elements cannot be divided evenly among {size} ranks")
     return pieces_of(tensor.view(-1), [tensor.numel() // size] * size)

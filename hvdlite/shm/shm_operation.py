@@ -1,11 +1,8 @@
 """
-`ShmOperation`: one collective call in shared memory; also the sizes of chunks and of an engine's staging slots.
-
-Its `EngineContext` has what all operations of an engine share: peers, memory and staging slots. `reductions` and
-`data_movement` call both, and `shm_engine` makes the operations.
+`ShmOperation`: one collective call in shared memory; and `EngineContext`, which all operations of an engine share.
 
 A rank shows its data in one of three ways: small data in its control block's payload; data in its segment in place; any
-other data in chunks, through a few slots in turn.
+other data in chunks, through a few staging slots in turn.
 """
 
 from __future__ import annotations
@@ -36,21 +33,25 @@ _ALL_CHUNKS = 2**_CHUNK_BITS - 1
 
 # A counter of the control block, and the value that it must reach on all ranks.
 Condition = tuple[int, int]
-Steps = Iterator[Condition]
+Steps = Iterator[Condition | None]
+"""The steps of one collective: what they yield must hold before they continue.
+
+None comes first where not all of this rank's data could be shown at once: the rest waits for the operations before.
+"""
 
 
 class EngineContext:
     """The peers, memory and staging slots that all operations of one engine share."""
 
     def __init__(self, peers: Peers, segment: Segment, addresses: Sequence[Address], slots: Sequence[Tensor]) -> None:
-        """``addresses`` are the segments' addresses, and ``slots`` the bytes of the staging slots, both by rank."""
+        """By rank, ``addresses`` are those of the segments, and ``slots`` the bytes of the staging slots."""
         self.peers = peers
         self.segment = segment
         self._addresses = addresses
         self._seen: dict[tuple[int, int], Piece] = {}
         # By rank, how many pieces it had freed when `_seen` was last cleared of its pieces.
         self._freed = [0] * peers.size
-        # What `reductions` has made of `_seen`: each view keeps a piece mapped.
+        # What `collectives` has made of `_seen`: each view keeps a piece mapped.
         self.share_views: dict[tuple[object, ...], list[list[Tensor]]] = {}
         # By rank, the bytes of each slot.
         self.slots = [torch.split(each, CHUNK_BYTES) for each in slots]
@@ -73,8 +74,7 @@ class EngineContext:
     def _forget_freed(self, group_rank: int) -> None:
         """Unmap all pieces of a rank if it has freed any since the last time; those still used are mapped again then.
 
-        Called before one more is mapped, so mappings do not pile up. Ranks may free theirs in any order, and at any
-        point: a rank shows no piece that it has freed, and a segment never uses an offset again.
+        So mappings do not pile up. A rank shows no piece that it has freed, and a segment never uses an offset again.
         """
         freed = self.peers.control_blocks[group_rank].words[FREED]
         if freed != self._freed[group_rank]:
@@ -152,17 +152,23 @@ class ShmOperation:
         self.peers.advance(POSTED, context.read_at[number])
 
     def in_chunks(
-        self, chunks: int, stage: Callable[[int, int], Steps], take: Callable[[int], None], *, is_resident: bool
+        self,
+        chunks: int,
+        pieces_of: Callable[[int], Sequence[tuple[int, Tensor]]],
+        take: Callable[[int], None],
+        *,
+        is_resident: bool = False,
     ) -> Steps:
         """Takes all ranks' data chunk by chunk; those of this rank are resident, or staged one chunk ahead.
 
-        ``stage`` stages a chunk, of how many; ``take`` reads what this rank needs of a chunk of all ranks.
+        ``pieces_of`` returns what `stage` puts into a chunk; ``take`` reads what this rank needs of all ranks' chunk.
         """
         if not is_resident:
-            yield from stage(0, chunks)
+            yield None
+            yield from self.stage(0, chunks, pieces_of(0))
         for chunk in range(chunks):
             if chunk + 1 < chunks and not is_resident:
-                yield from stage(chunk + 1, chunks)
+                yield from self.stage(chunk + 1, chunks, pieces_of(chunk + 1))
             yield POSTED, self.after(chunk + 1)
             if chunk == 0:
                 self.check()

@@ -106,7 +106,7 @@ class GradientPlan:
                     bucket.renew()
 
     def take_over(self, buffers: Buffers, engine: Engine) -> None:
-        """Uses buffers of an earlier world, if the engine of this one still holds them: see `shm.kept_memory`."""
+        """Uses buffers of an earlier world, if the engine of this one still holds them: see `shm.segment`."""
         if isinstance(engine, HasMemory):
             self.layout.take_over(buffers, engine.holds)
 

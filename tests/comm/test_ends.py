@@ -17,7 +17,7 @@ from hvdlite.comm.ends import Ends
 from hvdlite.comm.gloo import Connecting, ConnectingRanks, InitTimeout
 from hvdlite.comm.torch_factory import TorchEngineFactory
 from hvdlite.errors import CommunicationError, MismatchError, PeerLostError
-from hvdlite.shm.shm_factory import ShmEngineFactory
+from hvdlite.shm.setup import ShmEngineFactory
 from hvdlite.signing import Signer
 
 # The tests would last as long if a wait were not ended.

@@ -19,7 +19,7 @@ STAGES = (
     "hvdlite.runtime.make_world.ShmEngineFactory",
     "hvdlite.shm.setup._make_own",
     "hvdlite.shm.setup._make_context",
-    "hvdlite.shm.shm_factory.ShmEngine",
+    "hvdlite.shm.setup.ShmEngine",
     "hvdlite.runtime.make_world.choose_levels",
     "hvdlite.runtime.make_world.make_controller",
     "hvdlite.control.control_client.ControlClient",

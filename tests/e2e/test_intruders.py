@@ -44,7 +44,7 @@ import os, resource, sys, time, torch, torch.distributed.distributed_c10d as c10
 import hvdlite as hvd
 from hvdlite.runtime import make_world
 from hvdlite.control import control_client
-from hvdlite.shm import shm_factory
+from hvdlite.shm import setup
 gate, held, (held_at, _, earlier) = sys.argv[1], sys.argv[2].split(","), sys.argv[3].partition(" ")
 rank, connected = int(os.environ["RANK"]), 0
 with open(os.path.join(gate, f"memory.{rank}"), "w") as file:
@@ -74,7 +74,7 @@ class Held(c10d.ProcessGroupGloo):
 
 c10d.ProcessGroupGloo = torch.distributed.ProcessGroupGloo = Held
 hold(make_world, "exchange_rank_info")
-hold(shm_factory, "exchange_control_blocks")
+hold(setup, "exchange_control_blocks")
 hold(control_client, "_reach")
 torch.set_num_threads(1)
 torch.manual_seed(rank)

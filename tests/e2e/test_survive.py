@@ -447,11 +447,11 @@ def test_one_worker_after_the_other_may_be_killed_in_the_same_settlement(launch,
 # Buckets that the ranks sum where they lie: each reduces a part, and writes it into the memory of all. A worker may be
 # killed when another has half of its part, when it has written all, and when all have all.
 LARGE = """
-import hvdlite.shm.reductions as reductions
+import hvdlite.shm.collectives as collectives
 from hvdlite.shm.control_block import REDUCED
 
 made = lambda: torch.nn.Sequential(torch.nn.Linear(12, 300), torch.nn.Tanh(), torch.nn.Linear(300, 90)).double()
-usual = reductions.SharedAllReduce._sum_where_they_lie
+usual = collectives.SharedAllReduce._sum_where_they_lie
 
 
 class Dies:
@@ -480,7 +480,7 @@ def sum_and_maybe_die(self):
     peers.advance = advance_and_maybe_die
 
 
-reductions.SharedAllReduce._sum_where_they_lie = sum_and_maybe_die
+collectives.SharedAllReduce._sum_where_they_lie = sum_and_maybe_die
 torch.manual_seed(0)
 model = made()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -149,23 +149,23 @@ _SHM = [
     ),
     Mutant(
         "shares are taken before they are reduced",
-        "hvdlite/shm/reductions.py",
+        "hvdlite/shm/collectives.py",
         "                yield REDUCED, operation.after(chunk)\n",
         "",
         ("tests/shm/test_reductions.py::test_the_result_may_lie_elsewhere_than_the_tensor_on_some_ranks",),
     ),
     Mutant(
         "a rank's sum is not written to the rank behind it",
-        "hvdlite/shm/reductions.py",
+        "hvdlite/shm/collectives.py",
         "            for other in terms[1:]:\n",
         "            for other in terms[2:]:\n",
         ("tests/shm/test_reductions.py::test_wherever_tensors_lie_each_rank_has_the_whole_sum",),
     ),
     Mutant(
         "a rank's part of a resident tensor begins at the first one's",
-        "hvdlite/shm/reductions.py",
-        "start = where.within + self._start + chunk * cell",
-        "start = where.within + chunk * cell",
+        "hvdlite/shm/collectives.py",
+        "where.within + own_start + chunk * cell",
+        "where.within + chunk * cell",
         ("tests/shm/test_reductions.py::test_the_parts_may_be_one_tensor_and_the_output_one_of_them",),
     ),
     Mutant(

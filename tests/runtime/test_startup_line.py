@@ -14,7 +14,6 @@ from hvdlite.environment import Environment
 from hvdlite.log import open_log
 from hvdlite.runtime.make_world import describe_start, log_startup
 from hvdlite.shm.shm_engine import ShmEngine
-from hvdlite.shm.shm_factory import DeviceEngine
 
 
 class Flat(SingleRankEngine):

@@ -16,7 +16,7 @@ from hvdlite.comm.group import Group
 from hvdlite.comm.reduce_op import Average
 from hvdlite.ops.reduction import Reduction
 from hvdlite.shm.arithmetic import Arithmetic
-from hvdlite.shm.reductions import SharedAllReduce
+from hvdlite.shm.collectives import SharedAllReduce
 from hvdlite.shm.shm_engine import ShmEngine
 from hvdlite.shm.shm_operation import CHUNK_BYTES, SLOTS_BYTES, ShmOperation
 
@@ -70,17 +70,11 @@ def test_each_byte_goes_through_the_segment_once_and_into_the_result_once(size: 
     slots = [(end - SLOTS_BYTES, end) for end in ends]
     steps = []
     for engine, source, result in zip(engines, sources, results, strict=True):
-        context = engine._context
-        operation = ShmOperation(context, 1, 0, 0, 0, 0, numel, 0)
-        flat = result.view(torch.uint8)
-        collective = SharedAllReduce(
-            operation,
-            result,
-            flat,
-            Arithmetic(SUM, torch.float32, size),
-            None if in_place else source.view(torch.uint8),
-        )
-        steps.append(collective.run(collective.begin()))
+        operation = ShmOperation(engine._context, 1, 0, 0, 0, 0, numel, 0)
+        into, read = (tensor.view(torch.uint8) for tensor in (result, source))
+        arithmetic = Arithmetic(SUM, torch.float32, size)
+        collective = SharedAllReduce(operation, into, torch.float32, arithmetic, into if in_place else read)
+        steps.append(collective.steps())
     with WrittenBytes(slots) as written:
         in_turns(steps, engines)
     assert all(torch.equal(result, expected) for result in results)

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hvdlite.comm.gloo import InitTimeout
-from hvdlite.shm.control_block import DONE, POSTED
-from hvdlite.shm.futex import fence
+from hvdlite.shm.control_block import DONE, POSTED, fence
 from hvdlite.shm.peers import Peers
 from hvdlite.shm.setup import exchange_control_blocks, open_segment
 from hvdlite.signing import Signer

@@ -15,8 +15,7 @@ import torch
 from shm.engines import begin_all_reduce, run_engines, until
 
 from hvdlite.shm import segment as segment_module
-from hvdlite.shm.kept_memory import KeptMemory, KeptSegment
-from hvdlite.shm.segment import NoMemoryError
+from hvdlite.shm.segment import KeptMemory, KeptSegment, NoMemoryError
 from hvdlite.shm.shm_engine import ShmEngine
 
 BYTES = 3 * 4096

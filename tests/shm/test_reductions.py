@@ -277,7 +277,8 @@ def test_the_parts_may_be_one_tensor_and_the_output_one_of_them(where: str) -> N
             terms = [values_of(torch.float32, numel * engine.size, rank) for rank in range(engine.size)]
             whole = placed(engine, terms[engine.rank], where)
             output = whole[numel * engine.rank :][:numel]
-            engine._reduce_scatter_base(output, whole, dist.ReduceScatterOptions()).wait()
+            counts = [numel] * engine.size
+            engine.reduce_scatter_base(output, whole, counts, dist.ReduceScatterOptions()).wait()
             assert torch.equal(output, sum(terms)[numel * engine.rank :][:numel]), numel
 
     run_engines(3, on_rank)

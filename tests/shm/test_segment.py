@@ -24,8 +24,7 @@ from shm.engines import attempt_threads, begin_all_reduce, run_engines, until
 from hvdlite.comm.gloo import InitTimeout
 from hvdlite.errors import CommunicationError
 from hvdlite.shm import segment as segment_module
-from hvdlite.shm.kept_memory import KeptSegment
-from hvdlite.shm.segment import DIRECTORY, NoMemoryError, Segment
+from hvdlite.shm.segment import DIRECTORY, KeptSegment, NoMemoryError, Segment
 from hvdlite.shm.setup import exchange_control_blocks, open_segment
 from hvdlite.shm.shm_engine import ShmEngine
 from hvdlite.shm.shm_operation import CHUNK_BYTES
