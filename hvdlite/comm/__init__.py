@@ -7,7 +7,6 @@ writes this rank's events to its part of a timeline.
 
 Modules import only what stands before them:
 
-    ends < tcp < gloo_sockets < gloo < flat_bytes < deferred_close < engine < messages < torch_engine
-        < torch_factory < hierarchy < recorder < reduce_op < step_clock < work < signed_call
-        < group < hierarchy_selection
+    engine < step_clock < work < gloo_sockets < gloo < flat_bytes < deferred_close < messages < torch_engine
+        < reduce_op < group < hierarchy < recorder
 """

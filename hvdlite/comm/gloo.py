@@ -1,7 +1,7 @@
 """
 Opens gloo process groups on authenticated connections: each is proven to lead to a rank of this job.
 
-Gloo's listener accepts any peer that connects first and sends a number that is easy to guess. So `torch_factory`,
+Gloo's listener accepts any peer that connects first and sends a number that is easy to guess. So `torch_engine`,
 `runtime.connect_ranks` and `round_trips` open groups in these steps:
 
 1. All ranks wait in the store until every one is ready (`wait_for_all`). So a stranger has only a few milliseconds to
@@ -32,8 +32,8 @@ from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
 
 from ..errors import CommunicationError
 from ..signing import TAG_BYTES, Signer
-from .ends import Ends
 from .gloo_sockets import Connections, OpeningGroups, make_devices, while_connecting
+from .work import Ends
 
 # The longest that ranks may be apart after all have connected, even where many share few cores.
 _PROOF_S, _PROOF_S_PER_RANK = 15.0, 0.25

@@ -29,10 +29,13 @@ are not opened.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import itertools
 import os
 import resource
 import socket
+import stat
 import struct
 import time
 import weakref
@@ -47,7 +50,20 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from .. import forks
 from ..errors import CommunicationError
 from ..log import log
-from . import tcp
+
+_SO_ATTACH_FILTER = 26  # linux: asm-generic/socket.h
+
+# Of `struct tcp_info` (linux/h): the state, its first byte, and the milliseconds since the last data and the last
+# acknowledgement came.
+ESTABLISHED, SYN_SENT = 1, 2
+_LAST_RECEIVED = struct.Struct("=52xII")
+
+_INODE = 9  # the place in a line of /proc/net/tcp
+
+PROBE_EVERY_S = 2
+# The kernel gives an idle connection up after this many probes, about four minutes: an error of the rank. In an elastic
+# job hvdlite-run decides before.
+_MOST_PROBES = 127
 
 # The shortest timeout that gloo takes.
 _AT_ONCE = timedelta(milliseconds=1)
@@ -55,7 +71,7 @@ _AT_ONCE = timedelta(milliseconds=1)
 # Retries in case another thread opens a listener at the same moment, which is rare.
 _DEVICE_ATTEMPTS = 100
 
-_SHORTEST_S = 2 * tcp.PROBE_EVERY_S
+_SHORTEST_S = 2 * PROBE_EVERY_S
 
 _OWN_CONNECTION_S = 1.0
 # What gloo's pairs send first: the number of the pair, which is that of the rank in a group with a device of its own.
@@ -84,16 +100,16 @@ class _Sockets:
         unanswered: set[int] = set()
         for each, inode, listens in self._found():
             with contextlib.suppress(OSError):  # it is being closed
-                state = None if listens else tcp.state_of(each)
-                if state == tcp.SYN_SENT:
+                state = None if listens else state_of(each)
+                if state == SYN_SENT:
                     unanswered.add(inode)
-                elif state == tcp.ESTABLISHED and (since_s := tcp.silence_s(each)) >= _SHORTEST_S:
-                    other = tcp.address_in(each.getpeername())
+                elif state == ESTABLISHED and (since_s := silence_s(each)) >= _SHORTEST_S:
+                    other = address_in(each.getpeername())
                     longest[other] = max(since_s, longest.get(other, 0.0))
         # By the address, since gloo begins another attempt with another socket.
         now_s = self._clock()
         self._unanswered_since = {
-            other: self._unanswered_since.get(other, now_s) for other in tcp.unanswered_by(unanswered)
+            other: self._unanswered_since.get(other, now_s) for other in unanswered_by(unanswered)
         }
         return longest | {other: now_s - since_s for other, since_s in self._unanswered_since.items()}
 
@@ -162,8 +178,8 @@ class Connections(_Sockets):
         addresses = set()
         for each, _, _ in self._found():
             with contextlib.suppress(OSError):
-                addresses.add(tcp.address_in(each.getsockname()))
-                tcp.probe(each)
+                addresses.add(address_in(each.getsockname()))
+                probe(each)
         self.addresses = tuple(sorted(addresses))
 
     def _found(self) -> Iterator[tuple[socket.socket, int, bool]]:
@@ -171,7 +187,7 @@ class Connections(_Sockets):
         for number in _open_files() if is_own else ():
             with contextlib.suppress(OSError):
                 inode = os.stat(f"/proc/self/fd/{number}").st_ino
-                if inode in self.inodes and (each := tcp.copy_of(number, inode)) is not None:
+                if inode in self.inodes and (each := copy_of(number, inode)) is not None:
                     with each:
                         yield each, inode, False
 
@@ -182,7 +198,7 @@ class OpeningGroups(_Sockets):
     @property
     def addresses(self) -> tuple[str, ...]:
         """This end's addresses, at which gloo listens; none before it does."""
-        return tuple(sorted({tcp.address_in(each.getsockname()) for each, _, listens in self._found() if listens}))
+        return tuple(sorted({address_in(each.getsockname()) for each, _, listens in self._found() if listens}))
 
     def listeners(self) -> set[int]:
         """Returns what identifies the groups: the inodes of their listeners."""
@@ -199,7 +215,7 @@ class OpeningGroups(_Sockets):
                 if listens and inode not in let_in:
                     _connect_to_itself(each, size)
                     let_in.add(inode)
-                elif not listens and tcp.state_of(each) == tcp.SYN_SENT:
+                elif not listens and state_of(each) == SYN_SENT:
                     each.shutdown(socket.SHUT_RDWR)
 
     def _found(self, of: Collection[int] | None = None) -> Iterator[tuple[socket.socket, int, bool]]:
@@ -213,7 +229,7 @@ def own_addresses() -> tuple[str, ...]:
     connections = Connections()
     devices = make_devices(connections)
     listening = (each for loop in connections.loops for each, _, listens in _sockets_of(loop) if listens)
-    found = {tcp.address_in(each.getsockname()) for each in listening}
+    found = {address_in(each.getsockname()) for each in listening}
     del devices
     return tuple(sorted(found))
 
@@ -228,7 +244,7 @@ def cut_links() -> int:
         for each, _, listens in _sockets_of(loop):
             with contextlib.suppress(OSError):  # gloo has closed it meanwhile
                 if not listens and each.getpeername()[0] != each.getsockname()[0]:
-                    tcp.drop_packets(each)
+                    drop_packets(each)
                     count += 1
     return count
 
@@ -387,7 +403,7 @@ def _sockets_of(loop: int) -> Iterator[tuple[socket.socket, int, bool]]:
     for _, number, *rest in watched:
         # Not every system names the inode.
         inode = next((int(word[4:], 16) for word in rest if word.startswith("ino:")), None)
-        if (each := tcp.copy_of(int(number), inode)) is not None:
+        if (each := copy_of(int(number), inode)) is not None:
             with each:
                 listens = bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
                 yield each, os.fstat(each.fileno()).st_ino, listens
@@ -404,7 +420,7 @@ def _close_listeners(loop: int) -> set[int]:
             connected.add(inode)
             continue
         try:
-            tcp.drop_packets(each)
+            drop_packets(each)
         except OSError as error:
             log.warning(
                 "gloo's port %s stays open to connections of other programs, although their data are ignored: this "
@@ -421,3 +437,76 @@ def _connect_to_itself(listener: socket.socket, size: int) -> None:
             own.settimeout(_OWN_CONNECTION_S)
             own.connect(listener.getsockname())
             own.sendall(_PAIR.pack(number))
+
+
+def copy_of(number: int, inode: int | None) -> socket.socket | None:
+    """Returns a copy of the TCP socket with this file descriptor, and this inode if it is known.
+
+    None if the file is another one, or closed: any thread may do that meanwhile. An OSError if no file can be opened.
+    """
+    try:
+        copy = os.dup(number)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        return None
+    file = os.fstat(copy)
+    if not stat.S_ISSOCK(file.st_mode) or inode not in (None, file.st_ino):
+        os.close(copy)
+        return None
+    found = socket.socket(fileno=copy)
+    if found.proto == socket.IPPROTO_TCP:
+        return found
+    found.close()
+    return None
+
+
+def state_of(connection: socket.socket) -> int:
+    """Returns `ESTABLISHED`, `SYN_SENT` or another state."""
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+
+
+def probe(connection: socket.socket) -> None:
+    """Has the kernel probe a connection from now on."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_EVERY_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _MOST_PROBES)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def silence_s(connection: socket.socket) -> float:
+    """Returns for how many seconds nothing has come over a connection; has the kernel probe it from now on."""
+    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+        probe(connection)
+        return 0.0
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_RECEIVED.size)
+    # An answer to a probe is an acknowledgement; but data may come without one.
+    return float(min(_LAST_RECEIVED.unpack(info)) / 1000)
+
+
+def unanswered_by(unanswered: Collection[int]) -> set[str]:
+    """Returns the addresses to which these sockets begin to connect: only the kernel's table has them by then."""
+    found = set()
+    for name in ("tcp", "tcp6") if unanswered else ():
+        with contextlib.suppress(OSError), open(f"/proc/self/net/{name}", encoding="ascii") as table:
+            for line in itertools.islice(table, 1, None):
+                _, _, other, state, *_ = columns = line.split()
+                if int(state, 16) == SYN_SENT and int(columns[_INODE]) in unanswered:
+                    # Words of 32 bits, as they are in memory.
+                    address = bytes.fromhex(other.partition(":")[0])
+                    words = struct.unpack(f">{len(address) // 4}I", address)
+                    family = socket.AF_INET if name == "tcp" else socket.AF_INET6
+                    found.add(address_in((socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)), 0)))
+    return found
+
+
+def drop_packets(to: socket.socket) -> None:
+    """Has the kernel drop all further packets to a socket. An OSError if this system cannot filter packets."""
+    # A classic BPF program of one instruction, "ret #0": keep 0 bytes of each packet.
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0), 8)
+    to.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
+
+
+def address_in(name: tuple[str, int]) -> str:
+    """Returns the address in a socket's name, in one form for IPv4 and none of a link's scope."""
+    return name[0].removeprefix("::ffff:").partition("%")[0]

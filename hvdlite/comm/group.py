@@ -3,18 +3,17 @@
 
 Each collective starts an operation on the group's engine, and returns a `Work` or waits for it. Errors of the engine
 are raised as hvdlite's own, with the rank, the host and the collective's name.
-
-This module only communicates: `ops`, `optim`, `control` and `timeline` are given the group to use, and `runtime.world`
-knows which one is the whole job's.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -32,17 +31,18 @@ from ..errors import (
     describe_end,
     says_peer_lost,
 )
-from ..signing import Signer, digest
+from ..signing import TAG_BYTES, Signer, digest
 from ..values import shown, whole_number
-from .ends import Ends
 from .engine import Done, Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError, RevokedError, SingleRankFactory
 from .flat_bytes import as_bytes, pieces_of
 from .reduce_op import OP_OF_ENGINE, Average, ReduceOp, Sum
-from .signed_call import HEADER_BYTES, SignedCall, tensor_of
-from .work import CollectiveWatch, Work
+from .work import CollectiveWatch, Ends, Work
 
 MAX_JSON_BYTES = 64 << 20
 """The most bytes of JSON that one rank may give to `Group.all_gather_json`."""
+
+_LENGTH_BYTES = 8
+_HEADER_BYTES = _LENGTH_BYTES + 2 * TAG_BYTES
 
 
 class Group:
@@ -92,8 +92,8 @@ class Group:
     def duplicate(self) -> Group:
         """Returns a group of the same ranks over an engine of its own, as MPI's Comm_dup. Every rank must call it.
 
-        Collectives pair up by their order within an engine. So code that starts them at times that may differ by rank,
-        as a `Reducer` does, needs an engine that nothing else uses.
+        Code that starts collectives at times that may differ by rank, as a `Reducer` does, needs an engine that nothing
+        else uses, since they pair up by their order within an engine.
         """
         self._duplicate_count += 1
         signer = self.signer.derive("duplicate", self._duplicate_count)
@@ -122,13 +122,11 @@ class Group:
         return _made_of(self, [self.rank], SingleRankFactory(), self.signer.derive("alone", self.rank), 0, "alone")
 
     def close(self) -> None:
-        """Close the group's engine and its duplicates. It does not block.
-
-        No reference to an engine may outlive this: gloo aborts if the interpreter ends before gloo's threads.
-        """
+        """Close the group's engine and its duplicates. It does not block."""
         for duplicate in list(self._duplicates):
             duplicate.close()
-        # If two threads close at once, one closes the engine, and the other waits for it.
+        # If two threads close at once, one closes the engine, and the other waits for it. No reference to an engine may
+        # outlive this: gloo aborts if the interpreter ends before gloo's threads.
         with self._closing:
             engine, self._engine = self._engine, None
             if engine is not None:
@@ -138,21 +136,16 @@ class Group:
             self._duplicate_of._duplicates.discard(self)
 
     def revoke(self, reason: str) -> None:
-        """Make every wait in this group and its duplicates, now and later, raise a LostError.
-
-        The first reason counts. It does not block, and any thread may call it. `Engine.revoke` says what the other
-        ranks see.
-        """
+        """Make every wait in this group and its duplicates, now and later, raise a LostError; see `Engine.revoke`."""
         if (engine := self._engine) is not None:
             engine.revoke(reason)
         for duplicate in list(self._duplicates):
             duplicate.revoke(reason)
 
     def quiesce(self, reason: str) -> None:
-        """Refuse new collectives, and wait until those in progress have ended; the same for the duplicates.
+        """Refuse new collectives with a RevokedError, and wait until those in progress have ended; so the duplicates.
 
-        New ones raise a RevokedError with ``reason``. Those in progress end once the other ranks have begun them, too,
-        or once the group is revoked.
+        These end once the other ranks have begun them, too, or once the group is revoked.
         """
         if (engine := self._engine) is not None:
             engine.quiesce(reason)
@@ -160,10 +153,7 @@ class Group:
             duplicate.quiesce(reason)
 
     def require_ended(self, what: str) -> None:
-        """Block this thread until the collectives of GPU tensors have ended; raises the error of one, naming ``what``.
-
-        The same for the duplicates. It waits for no other rank unless these collectives do.
-        """
+        """Block until the collectives of GPU tensors have ended, here and in the duplicates, or raise an error."""
         engine = self.require_open(what)
         try:
             engine.require_ended()
@@ -179,12 +169,11 @@ class Group:
 
     @property
     def is_closed(self) -> bool:
-        """Whether this rank has closed the group."""
         return self._engine is None
 
     @property
     def engine(self) -> Engine:
-        """The engine of the group. Raises a CommunicationError if the group is closed."""
+        """The group's engine; a CommunicationError if the group is closed."""
         return self.require_open("a collective")
 
     def require_open(self, what: str) -> Engine:
@@ -192,9 +181,8 @@ class Group:
         engine = self._engine
         if engine is None:
             raise CommunicationError(
-                f"{what} failed on {self.describe_rank(self.rank)}: hvd.shutdown(), hvd.remove_process_set() or the "
-                "optimizer's close() was called before: call hvd.init() again after a shutdown, else make a new "
-                "optimizer"
+                f"{self._failed(what)}: hvd.shutdown(), hvd.remove_process_set() or the optimizer's close() was called "
+                "before: call hvd.init() again after a shutdown, else make a new optimizer"
             )
         return engine
 
@@ -207,12 +195,15 @@ class Group:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def describe_rank(self, rank: int) -> str:
-        """Returns the global number and the host of the group's ``rank``, such as ``rank 3 (node2)``."""
+        """Returns the global number and the host of a rank of the group, such as ``rank 3 (node2)``."""
         return f"rank {self.ranks[rank]} ({self.hosts[rank]})"
+
+    def _failed(self, what: str) -> str:
+        return f"{what} failed on {self.describe_rank(self.rank)}"
 
     def error_of(self, what: str, error: BaseException) -> CommunicationError:
         """Converts an engine's error to hvdlite's own."""
-        where = f"{what} failed on {self.describe_rank(self.rank)}"
+        where = self._failed(what)
         if isinstance(error, RevokedError):
             return type(error)(f"{where}: {error}")
         # Gloo says the second of what else was in progress, since it closes all connections then.
@@ -221,11 +212,23 @@ class Group:
                 f"{where} because another rank did not take part within the timeout: it hangs, or the ranks call "
                 f"different collectives; if it is only slow, raise hvd.init(timeout_s=...). ({_first_line(error)})"
             )
-        if isinstance(error, PeerGoneError):
-            return _error_of_end(self, where, _first_line(error), self.ranks[error.group_rank])
-        if says_peer_lost(error):
-            return _error_of_end(self, where, _first_line(error))
+        if isinstance(error, PeerGoneError) or says_peer_lost(error):
+            return self._error_of_end(where, error)
         return CommunicationError(f"{where}: {_first_line(error)}")
+
+    def _error_of_end(self, where: str, error: BaseException) -> CommunicationError:
+        seen = self.ranks[error.group_rank] if isinstance(error, PeerGoneError) else None
+        rank, ended_normally = self._watch.first_end() or (seen, False)
+        if rank is None or rank not in self.ranks:
+            return PeerLostError(f"{where} because {UNKNOWN_END}: {LOOK_THERE}. ({_first_line(error)})")
+        end = describe_end(self.describe_rank(self.ranks.index(rank)), ended_normally)
+        if ended_normally:
+            return CommunicationError(
+                f"{where} because {end}: every rank must take the same number of steps and call the same collectives; "
+                "for ranks with fewer batches see hvd.join(). If it called sys.exit(), look at its output. "
+                f"({_first_line(error)})"
+            )
+        return PeerLostError(f"{where} because {end}: {LOOK_THERE}. ({_first_line(error)})")
 
     def group_rank_of_root(self, root_rank: object, what: str) -> int:
         """Returns the rank in this group of a root given by its global rank; a ValueError if it is not a member."""
@@ -240,10 +243,7 @@ class Group:
         return self.ranks.index(root)
 
     def watched(self, work: EngineWork, what: str) -> Work:
-        """Returns ``work``, which the caller has begun in other groups of these ranks, as one of this group's.
-
-        Every rank must call it, as if it were a collective. Messages call it ``what``.
-        """
+        """Returns ``work``, which every rank has begun in other groups of these ranks, as this group's ``what``."""
 
         def error_of(what: str, error: BaseException) -> CommunicationError:
             # An error of one of the other groups is complete.
@@ -273,10 +273,10 @@ class Group:
         return Work(work, what, watch, error_of or self.error_of, collective, self.describe_rank)
 
     def all_reduce(self, tensor: Tensor, what: str, op: ReduceOp = Sum) -> Work:
-        """Reduce a contiguous tensor over all ranks, in place, with a dtype and an op that the engine supports.
+        """Reduce a contiguous tensor over all ranks, in place.
 
-        These are Sum, Min, Max and Product of integers (not int16) and floats, and Average of floats where the engine
-        `reduces_in_one_pass`. `ops.reduction` builds the others.
+        All engines have Sum, Min, Max and Product of integers (not int16) and floats; those that `reduces_in_one_pass`
+        also have Average of floats. `ops.reduction` builds the others.
         """
         # What `_launch` does, without its two calls: they would be a fiftieth of a small all-reduce in shared memory.
         engine = self._engine or self.require_open(what)
@@ -302,10 +302,9 @@ class Group:
         return self._launch(what, lambda engine: engine.broadcast([as_bytes(tensor)], options))
 
     def all_gather(self, tensor: Tensor, what: str, counts: Sequence[int] | None = None) -> list[Tensor]:
-        """Returns the flat bytes of every rank's contiguous tensor, in rank order; the sizes may differ.
+        """Returns the flat bytes of every rank's contiguous tensor, in rank order.
 
-        ``counts`` are the sizes in bytes, if all ranks know them already. Without them the ranks exchange the sizes
-        first.
+        ``counts`` are their sizes in bytes, which may differ. Without them the ranks exchange these first.
         """
         if counts is None:
             own_size = torch.tensor([tensor.nbytes], dtype=torch.int64, device="cpu")
@@ -316,10 +315,9 @@ class Group:
         return parts
 
     def begin_all_gather(self, tensor: Tensor, what: str, counts: Sequence[int]) -> tuple[list[Tensor], Work]:
-        """Begin an all-gather; returns every rank's flat bytes, in rank order, which are valid once the work is done.
+        """Begin what `all_gather` does; the bytes are valid once the work is done.
 
-        ``tensor`` is contiguous. ``counts`` are the sizes in bytes, equal on all ranks. The tensors are padded to the
-        longest.
+        ``counts`` are equal on all ranks. The tensors are padded to the longest.
         """
         mine, longest = as_bytes(tensor), max(counts)
         if longest == 0:
@@ -364,8 +362,8 @@ class Group:
     ) -> tuple[list[Tensor], Work]:
         """Begin to send each rank its part of a flat tensor of bytes; returns the parts received, in rank order.
 
-        These are valid once the work is done. They are in ``output`` if it is given, which has their size.
-        ``sent_bytes`` and ``received_bytes`` are the sizes of the parts sent to, and received from, each rank.
+        These are valid once the work is done, in ``output`` if it is given. ``sent_bytes`` and ``received_bytes`` are
+        the sizes of the parts sent to, and received from, each rank.
         """
         if output is None:
             output = tensor.new_empty(sum(received_bytes))
@@ -385,10 +383,7 @@ class Group:
         return self._launch(what, lambda engine: engine.reduce_scatter_base(output, tensor, list(counts), options))
 
     def all_gather_json(self, value: object, what: str) -> list[Any]:
-        """Returns every rank's JSON value, in rank order; tuples arrive as lists.
-
-        It checks the senders as `all_gather_signed` does.
-        """
+        """Returns every rank's JSON value, in rank order, signed as in `all_gather_signed`; tuples arrive as lists."""
         data = json.dumps(value).encode()
         return [json.loads(each) for each in self.all_gather_signed(data, what, at_most_bytes=MAX_JSON_BYTES)]
 
@@ -399,15 +394,15 @@ class Group:
         ``at_most_bytes``. Memory is allocated for a length only after its signature is checked.
         """
         call = self._signed_call(what)
-        headers = self.all_gather(call.header(data, self.rank), what, [HEADER_BYTES] * self.size)
+        headers = self.all_gather(call.header(data, self.rank), what, [_HEADER_BYTES] * self.size)
         read = [call.read_header(header, group_rank) for group_rank, header in enumerate(headers)]
         for group_rank, (length, _) in enumerate(read):
             if at_most_bytes is not None and length > at_most_bytes:
                 raise CommunicationError(
-                    f"{what} failed on {self.describe_rank(self.rank)}: {self.describe_rank(group_rank)} sends "
-                    f"{length} bytes, more than the limit of {at_most_bytes}"
+                    f"{self._failed(what)}: {self.describe_rank(group_rank)} sends {length} bytes, more than the limit "
+                    f"of {at_most_bytes}"
                 )
-        parts = self.all_gather(tensor_of(data), what, [length for length, _ in read])
+        parts = self.all_gather(_tensor_of(data), what, [length for length, _ in read])
         return [call.checked(parts[rank], read[rank][1], rank) for rank in range(self.size)]
 
     def broadcast_signed(self, data: bytes | None, root: int, what: str) -> bytes:
@@ -416,17 +411,17 @@ class Group:
         The other ranks pass None.
         """
         call = self._signed_call(what)
-        header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu") if data is None else call.header(data, root)
+        header = _tensor_of(bytes(_HEADER_BYTES)) if data is None else call.header(data, root)
         self.broadcast(header, root, what).wait()
         length, expected = call.read_header(header, root)
-        wire = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else tensor_of(data)
+        wire = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else _tensor_of(data)
         if length:
             self.broadcast(wire, root, what).wait()
         return call.checked(wire, expected, root)
 
-    def _signed_call(self, what: str) -> SignedCall:
+    def _signed_call(self, what: str) -> _SignedCall:
         self._signed_count += 1
-        return SignedCall(self.signer, self._signed_count, what, self.rank, self.describe_rank)
+        return _SignedCall(self, self._signed_count, what)
 
     def agree(self, value: object, what: str) -> list[Any] | None:
         """Returns None if every rank passed an equal value, else all values in rank order.
@@ -434,7 +429,7 @@ class Group:
         The values are JSON, compared by their repr. The usual case, in which they agree, costs 32 bytes per rank.
         """
         own = digest(repr(value).encode())
-        parts = self.all_gather(tensor_of(own), what, [len(own)] * self.size)
+        parts = self.all_gather(_tensor_of(own), what, [len(own)] * self.size)
         if all(torch.equal(part, parts[0]) for part in parts):
             return None
         return self.all_gather_json(value, what)
@@ -464,20 +459,6 @@ def _owned(group: Group, made: Group) -> Group:
     return made
 
 
-def _error_of_end(group: Group, where: str, words: str, seen: int | None = None) -> CommunicationError:
-    """Returns the error for a lost rank; ``seen`` is its global rank, if the engine reports it."""
-    rank, ended_normally = group._watch.first_end() or (seen, False)
-    if rank is None or rank not in group.ranks:
-        return PeerLostError(f"{where} because {UNKNOWN_END}: {LOOK_THERE}. ({words})")
-    end = describe_end(group.describe_rank(group.ranks.index(rank)), ended_normally)
-    if ended_normally:
-        return CommunicationError(
-            f"{where} because {end}: every rank must take the same number of steps and call the same collectives; "
-            f"for ranks with fewer batches see hvd.join(). If it called sys.exit(), look at its output. ({words})"
-        )
-    return PeerLostError(f"{where} because {end}: {LOOK_THERE}. ({words})")
-
-
 @functools.cache
 def _all_reduce_options(op: ReduceOp) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
@@ -487,3 +468,51 @@ def _all_reduce_options(op: ReduceOp) -> dist.AllreduceOptions:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+@dataclass
+class _SignedCall:
+    """One collective of signed data; ``number`` differs from that of every other call of the group.
+
+    A header goes before the data: their length and digest, and a signature of both, the rank and the call.
+    """
+
+    group: Group
+    number: int
+    what: str
+
+    def header(self, data: bytes, group_rank: int) -> Tensor:
+        """Returns the header of this rank's data, of shape ``(_HEADER_BYTES,)`` and uint8."""
+        length, own_digest = len(data), digest(data)
+        tag = self.group.signer.sign(self.what, self.number, group_rank, length, own_digest)
+        return _tensor_of(length.to_bytes(_LENGTH_BYTES, "big") + own_digest + tag)
+
+    def read_header(self, received: Tensor, group_rank: int) -> tuple[int, bytes]:
+        """Returns the length and digest in the header of rank ``group_rank``, after checking its signature."""
+        header = bytes(received.tolist())
+        length = int.from_bytes(header[:_LENGTH_BYTES], "big")
+        its_digest, tag = header[_LENGTH_BYTES:-TAG_BYTES], header[-TAG_BYTES:]
+        if not self.group.signer.is_signed(tag, self.what, self.number, group_rank, length, its_digest):
+            raise self._forged(group_rank)
+        return length, its_digest
+
+    def checked(self, part: Tensor, expected: bytes, group_rank: int) -> bytes:
+        """Returns the data of rank ``group_rank``, after comparing their digest with that of the header."""
+        # Not with numpy, which torch does not require, nor with a Python int for each byte.
+        data = ctypes.string_at(part.data_ptr(), part.numel()) if part.numel() else b""
+        if digest(data) != expected:
+            raise self._forged(group_rank)
+        return data
+
+    def _forged(self, group_rank: int) -> CommunicationError:
+        return CommunicationError(
+            f"{self.group._failed(self.what)}: the data received from {self.group.describe_rank(group_rank)} are not "
+            "signed with this job's key for this call: something on the network between the two has changed or "
+            "replaced them"
+        )
+
+
+def _tensor_of(data: bytes) -> Tensor:
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

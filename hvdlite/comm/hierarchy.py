@@ -8,13 +8,16 @@ A reduce-scatter is one within the host, and then one between hosts. Together th
 only as much data as one rank would, and each sends a share of it. This pays where the network between hosts is slower
 than the connections within a host.
 
-`hierarchy_selection` makes a `HierarchicalEngine`, and times it against the flat engine.
+`runtime.make_world` calls `choose_levels` for the group of all ranks. When no level is configured, and there are GPUs,
+each rank times all-reduces on both engines, and rank 0's medians decide for all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
+import uuid
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .engine import DelegatingEngine, Done, Engine, EngineWork, HasMemory, PeerGoneError
+from ..log import log
+from .engine import DelegatingEngine, Done, Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError
 from .flat_bytes import pieces_of
+from .group import Group
 
 # Smaller tensors take one step, which is faster than three on any network.
 LEAST_BYTES = 64 * 2**10
@@ -35,6 +40,9 @@ _CLOSING_S = 1.0
 
 # The most memory kept for later shards; the shards of one step's buckets need less.
 _MOST_KEPT_BYTES = 256 * 2**20
+
+_TRIAL_BYTES = (2**20, 16 * 2**20)
+_WARM_UP, _TRIALS = 2, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +91,8 @@ class HierarchicalEngine(DelegatingEngine):
     ) -> None:
         """``scatter`` and ``gather`` are between a host's ranks, ``across`` between ranks with the same local rank.
 
-        All four engines must be different, so that the second step of one tensor does not wait for the first of the
-        next. ``host_groups`` have ranks of the flat engine. ``devices`` are the device types that use two levels, such
-        as ``cuda``.
+        They must be different, so that the second step of one tensor does not wait for the first of the next.
+        ``host_groups`` have ranks of the flat engine. ``devices`` are the types that use two levels, such as ``cuda``.
         """
         super().__init__(flat, scatter, across, gather)
         self.flat, self._scatter, self._across, self._gather = flat, scatter, across, gather
@@ -146,7 +153,6 @@ class HierarchicalEngine(DelegatingEngine):
         self, output: Tensor, input: Tensor, counts: Sequence[int], opts: dist.ReduceScatterOptions
     ) -> _Steps:
         # The first step gives each rank the parts of all ranks with its local rank, and the second leaves its own part.
-        # For each local rank, the ranks that have it:
         columns = list(zip(*self._host_groups.hosts, strict=True))
         parts = pieces_of(input, counts)
         sent = torch.cat([parts[rank] for column in columns for rank in column])
@@ -202,16 +208,14 @@ class HierarchicalEngine(DelegatingEngine):
 _Steps: TypeAlias = Iterator[EngineWork]
 """The three steps of one tensor's collective, each yielded once it has begun; the end of the last is that of all.
 
-To go on is to wait for the step before (on CUDA the current stream waits), and at the end to release memory. What the
-steps use is kept in memory as long as the iterator.
+To go on is to wait for the step before, and at the end to release memory. The iterator keeps what the steps use.
 """
 
 
 class _Shards:
-    """A pool of CPU memory for shards, reused because fresh pages cost as much as copying them.
+    """A pool of CPU memory for shards, since fresh pages cost as much as copying them; for GPUs PyTorch has one.
 
-    It never has more pieces than shards were in use at once. GPU shards use PyTorch's allocator, which also reuses
-    memory, and takes streams into account.
+    It never has more pieces than shards were in use at once.
     """
 
     def __init__(self) -> None:
@@ -220,7 +224,6 @@ class _Shards:
         self._lock = threading.Lock()
 
     def take(self, numel: int, like: Tensor) -> Tensor:
-        """Returns uninitialized memory for ``numel`` elements, of the dtype and on the device of ``like``."""
         if like.device.type != "cpu":
             return like.new_empty(numel)
         nbytes = numel * like.element_size()
@@ -233,7 +236,6 @@ class _Shards:
         return memory[:nbytes].view(like.dtype)
 
     def give_back(self, shard: Tensor) -> None:
-        """Return a shard's memory to the pool, once all its steps are over."""
         if shard.device.type != "cpu":
             return
         memory = shard.view(torch.uint8).as_strided((shard.untyped_storage().nbytes(),), (1,))
@@ -244,7 +246,7 @@ class _Shards:
 
 @dataclass(slots=True, eq=False)
 class _Holding:
-    """A CUDA engine's work that keeps ``memory`` alive as long as itself."""
+    """A CUDA engine's work that keeps ``memory`` as long as itself."""
 
     work: EngineWork
     memory: object
@@ -260,9 +262,9 @@ class _Holding:
 
 
 class _StepThreads:
-    """Carries tensors from step to step on two threads, because the program may be busy elsewhere.
+    """Carries tensors from step to step on two threads: one waits for the first two, and the other for the third.
 
-    One thread runs the first two steps and the other the third, so that the network does not wait for the third.
+    So the program may be busy elsewhere, and the network does not wait for the third step.
     """
 
     def __init__(self, within: Sequence[int]) -> None:
@@ -277,20 +279,16 @@ class _StepThreads:
             thread.start()
 
     def run(self, steps: _Steps) -> EngineWork:
-        """Queue the remaining steps; the first has begun. Returns at once."""
+        """Queues the remaining steps; the first has begun."""
         done: torch.futures.Future[None] = torch.futures.Future()
         self._scattered.put((steps, done))
         return _StepsWork(done)
 
     def wait_until_idle(self) -> None:
-        """Wait until everything queued so far has ended or failed."""
         self.run(iter([Done(), Done()])).wait()
 
     def close(self) -> None:
-        """End the threads, which then drop their references to engines.
-
-        Waits for at most a second per thread: a thread may be blocked in a step because a rank has crashed.
-        """
+        """Ends the threads; waits for at most a second each, since one may be blocked because a rank has crashed."""
         self._scattered.put(None)
         for thread in self._threads:
             thread.join(_CLOSING_S)
@@ -300,8 +298,7 @@ class _StepThreads:
             with self._failing(item[1]):
                 next(item[0])
                 self._crossed.put(item)
-            # The variable would keep the engines and memory alive until the next item.
-            del item
+            del item  # it would keep the engines and memory alive until the next one
         self._crossed.put(None)
 
     def _gather(self) -> None:
@@ -314,7 +311,6 @@ class _StepThreads:
 
     @contextlib.contextmanager
     def _failing(self, done: torch.futures.Future[None]) -> Iterator[None]:
-        """Pass an exception of the block to ``done``, so that the program's wait raises it."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - the waiting thread gets it, whatever it is
@@ -340,3 +336,132 @@ class _StepsWork:
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self.done
+
+
+class HierarchicalEngineFactory:
+    """Opens two-level engines between all ranks; `among` gives flat ones for some of the ranks."""
+
+    def __init__(
+        self,
+        flat: EngineFactory,
+        within: EngineFactory | None,
+        host_groups: HostGroups,
+        rank: int,
+        token: str,
+        devices: set[str],
+    ) -> None:
+        """``flat`` is between all ranks, each of which must make one of these, with its own ``host_groups``.
+
+        ``within`` opens the engines between the ranks of this host; by default ``flat`` opens them. ``token`` is equal
+        on all ranks and never used before.
+        """
+        self._flat = flat
+        self._host_groups = host_groups
+        self._devices = devices
+        self._within = within or flat.among(
+            host_groups.within, host_groups.within.index(rank), f"{token}.within.{host_groups.within[0]}"
+        )
+        self._across = flat.among(
+            host_groups.across, host_groups.across.index(rank), f"{token}.across.{host_groups.across[0]}"
+        )
+
+    def open(self) -> Engine:
+        return self.around(self._flat.open())
+
+    def around(self, flat: Engine) -> HierarchicalEngine:
+        """Returns a two-level engine over a flat one, which it takes over. Every rank must call it."""
+        with contextlib.ExitStack() as undo:
+            scatter, gather, across = (
+                undo.enter_context(contextlib.closing(factory.open()))
+                for factory in (self._within, self._within, self._across)
+            )
+            undo.pop_all()
+        return HierarchicalEngine(flat, scatter, across, gather, self._host_groups, self._devices)
+
+    def restrict(self, engine: HierarchicalEngine, devices: set[str]) -> None:
+        """Uses two levels only for tensors on ``devices``, in this engine and in all that are opened later."""
+        self._devices, engine.devices = devices, frozenset(devices)
+
+    def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
+        return self._flat.among(group_ranks, group_rank, token)
+
+
+def choose_levels(
+    group: Group,
+    engine_factory: EngineFactory,
+    within: EngineFactory | None,
+    nodes: Sequence[Hashable],
+    wanted: bool | None,
+    device: torch.device | None,
+) -> None:
+    """Give the group a two-level engine where that is wanted, or faster.
+
+    Every rank must call it before making another group from this one, with equal arguments except ``within`` and
+    ``device``. ``engine_factory`` is the factory that opened the group's engine. ``within`` is a better engine factory
+    for the ranks of this host (shared memory), or None; CPU tensors then use two levels unless ``wanted`` is False.
+    ``nodes`` are the ranks' hosts. ``wanted`` is True for two levels, False for flat, and None to measure. ``device``
+    is this rank's GPU to measure on, or None on all ranks.
+    """
+    host_groups = host_groups_of(group.rank, nodes)
+    if host_groups is None:
+        if wanted and group.rank == 0:
+            log.warning(
+                "hierarchical all-reduces are not used: they need several hosts with the same number of ranks, at "
+                "least 2 on each; these hosts have %s",
+                ", ".join(str(list(nodes).count(node)) for node in dict.fromkeys(nodes)),
+            )
+        return
+    devices = {"cpu", "cuda"} if wanted else {"cpu"} if within is not None else set()
+    if wanted is False or (not devices and device is None):
+        return
+    (token, *_) = group.all_gather_json(uuid.uuid4().hex, "hvd.init()")
+    levels = HierarchicalEngineFactory(engine_factory, within, host_groups, group.rank, token, {*devices, "cuda"})
+    engine = levels.around(group.engine)
+    try:
+        if wanted is None and (device is None or fastest([group.engine, engine], group, device) == 0):
+            # Engines made from now on do not use two levels for GPU tensors either.
+            levels.restrict(engine, devices)
+    except BaseException:
+        engine.close_levels()
+        raise
+    if engine.devices:
+        group.change_engines(levels, engine)
+    else:
+        engine.close_levels()
+
+
+def fastest(engines: Sequence[Engine], group: Group, device: torch.device) -> int:
+    """Returns the index of the engine with the fastest all-reduces, as rank 0 measures. Every rank must call it.
+
+    Every engine must be between the ranks of ``group``, whose own engine sends the result. Raises CommunicationError.
+    """
+    try:
+        medians_s = [[_median_s(engine, numel_bytes, device) for engine in engines] for numel_bytes in _TRIAL_BYTES]
+    except RuntimeError as error:
+        # The engine's own, where a rank is lost meanwhile.
+        raise group.error_of("hvd.init()", error) from error
+    # Every size has the same weight.
+    shares = [sum(row[index] / min(row) for row in medians_s) for index in range(len(engines))]
+    (chosen, *_) = group.all_gather_json(shares.index(min(shares)), "hvd.init()")
+    if group.rank == 0:
+        log.info(
+            "all-reduces of %s MiB took %s ms with each engine, flat and hierarchical: engine %d is used",
+            [numel_bytes // 2**20 for numel_bytes in _TRIAL_BYTES],
+            [[round(1e3 * seconds, 3) for seconds in row] for row in medians_s],
+            chosen + 1,
+        )
+    return int(chosen)
+
+
+def _median_s(engine: Engine, numel_bytes: int, device: torch.device) -> float:
+    from statistics import median  # noqa: PLC0415  # takes 10 ms to import, and most jobs never measure
+
+    tensor = torch.zeros(numel_bytes // 4, device=device, dtype=torch.float32)
+    took_s = []
+    for _ in range(_WARM_UP + _TRIALS):
+        began_s = time.perf_counter()
+        engine.allreduce([tensor], dist.AllreduceOptions()).wait()
+        if tensor.is_cuda:
+            torch.cuda.synchronize(device)
+        took_s.append(time.perf_counter() - began_s)
+    return median(took_s[_WARM_UP:])

@@ -34,7 +34,7 @@ from ..comm.engine import SingleRankFactory
 from ..comm.gloo import Connecting, InitTimeout
 from ..comm.gloo_sockets import cut_links
 from ..comm.group import Group
-from ..comm.torch_factory import TorchEngineFactory
+from ..comm.torch_engine import TorchEngineFactory
 from ..control.unchecked import StandbyController
 from ..environment import Environment
 from ..errors import CommunicationError, LaunchEnvironmentError, lack_of

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from .. import forks
 from ..comm.gloo import Connecting, open_proven
 from ..comm.gloo_sockets import Connections
-from ..comm.torch_factory import TorchEngineFactory, allow_collectives
+from ..comm.torch_engine import TorchEngineFactory, allow_collectives
 from ..errors import CommunicationError, LaunchEnvironmentError, MismatchError
 from ..rendezvous.host_address import no_connection_between
 from ..rendezvous.launcher_store import LauncherStore

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hvdlite.comm import gloo_sockets
 from hvdlite.comm.gloo import Connecting, ConnectingRanks, InitTimeout, open_proven
-from hvdlite.comm.tcp import drop_packets, unanswered_by
+from hvdlite.comm.gloo_sockets import drop_packets, unanswered_by
 from hvdlite.errors import CommunicationError
 from hvdlite.rendezvous.host_address import refused_by
 from hvdlite.signing import Signer

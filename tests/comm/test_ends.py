@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 from ranks import attempt_threads
 
-from hvdlite.comm.ends import Ends
 from hvdlite.comm.gloo import Connecting, ConnectingRanks, InitTimeout
-from hvdlite.comm.torch_factory import TorchEngineFactory
+from hvdlite.comm.torch_engine import TorchEngineFactory
+from hvdlite.comm.work import Ends
 from hvdlite.errors import CommunicationError, MismatchError, PeerLostError
 from hvdlite.shm.setup import ShmEngineFactory
 from hvdlite.signing import Signer
@@ -56,12 +56,12 @@ def fail(*_: object, **__: object) -> Any:
 
 @pytest.mark.parametrize("failing", ["before", "wait_for_all", "_make_device", "_prove", "_make_own", "_make_context"])
 def test_what_a_rank_fails_with_while_it_opens_its_part_ends_the_waits_of_all(failing, monkeypatch):
-    from hvdlite.comm import gloo, gloo_sockets, torch_factory  # noqa: PLC0415  # patched here alone
+    from hvdlite.comm import gloo, gloo_sockets, torch_engine  # noqa: PLC0415  # patched here alone
     from hvdlite.shm import setup  # noqa: PLC0415
 
     of_ranks = factories(3)
     kind = "shared memory" if failing in ("_make_own", "_make_context") else "gloo"
-    for module in (torch_factory, gloo, gloo_sockets, setup):
+    for module in (torch_engine, gloo, gloo_sockets, setup):
         original = getattr(module, failing, None)
         if original is not None:
             monkeypatch.setattr(module, failing, _on_rank_1(original))

@@ -14,8 +14,7 @@ from ranks import ENGINES, attempt_ranks, attempt_threads, generation_of, run_ra
 from hvdlite.comm import hierarchy
 from hvdlite.comm.engine import RevokedError, SingleRankFactory
 from hvdlite.comm.group import Group
-from hvdlite.comm.hierarchy import host_groups_of
-from hvdlite.comm.hierarchy_selection import HierarchicalEngineFactory
+from hvdlite.comm.hierarchy import HierarchicalEngineFactory, host_groups_of
 from hvdlite.comm.reduce_op import Max, Min, Product, ReduceOp, Sum
 from hvdlite.errors import CommunicationError, PeerLostError
 from hvdlite.signing import Signer

@@ -18,12 +18,11 @@ import torch.distributed as dist
 from ports import lets_in, listening_ports
 from ranks import attempt_threads
 
-from hvdlite.comm import gloo, torch_engine, torch_factory
+from hvdlite.comm import gloo, torch_engine
 from hvdlite.comm.engine import RevokedError
 from hvdlite.comm.gloo import ConnectingRanks, InitTimeout, make_gloo, open_proven, wait_for_all
 from hvdlite.comm.gloo_sockets import Connections
-from hvdlite.comm.torch_engine import TorchWork
-from hvdlite.comm.torch_factory import TorchEngineFactory
+from hvdlite.comm.torch_engine import TorchEngineFactory, TorchWork
 from hvdlite.errors import CommunicationError
 from hvdlite.signing import Signer
 
@@ -493,7 +492,7 @@ def test_a_rank_that_is_lost_while_gloo_connects_is_a_communication_error(monkey
         # Its store does so once a rank is lost; a connection that ends raises a RuntimeError, too.
         raise dist.DistStoreError("get of 0/1: rank 1 was killed by SIGKILL")
 
-    monkeypatch.setattr(torch_factory, "make_gloo", make)
+    monkeypatch.setattr(torch_engine, "make_gloo", make)
     factory = TorchEngineFactory("gloo", ranks_of(dist.HashStore(), 0, 1))
     with pytest.raises(
         CommunicationError, match=r"^rank 0 \(node0\) could not connect .* rank 1 was killed by SIGKILL"

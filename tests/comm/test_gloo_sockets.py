@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from ports import lets_in, listening_ports
 
-from hvdlite.comm import gloo_sockets, tcp
-from hvdlite.comm.gloo_sockets import Connections
-from hvdlite.comm.tcp import copy_of, drop_packets
-from hvdlite.comm.torch_factory import allow_collectives
+from hvdlite.comm import gloo_sockets
+from hvdlite.comm.gloo_sockets import Connections, copy_of, drop_packets
+from hvdlite.comm.torch_engine import allow_collectives
 from hvdlite.errors import CommunicationError, lack_of
 
 NOT_FOUND = (
@@ -42,7 +41,7 @@ def on_loopback(monkeypatch):
 
 @pytest.fixture
 def probed_every_second(monkeypatch):
-    monkeypatch.setattr(tcp, "PROBE_EVERY_S", 1)
+    monkeypatch.setattr(gloo_sockets, "PROBE_EVERY_S", 1)
     monkeypatch.setattr(gloo_sockets, "_SHORTEST_S", 2)
 
 

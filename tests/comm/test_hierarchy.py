@@ -9,11 +9,10 @@ import pytest
 import torch
 from ranks import CountingEngine, run_ranks
 
-from hvdlite.comm import hierarchy, hierarchy_selection
+from hvdlite.comm import hierarchy
 from hvdlite.comm.engine import Engine, SingleRankEngine
 from hvdlite.comm.group import Group
-from hvdlite.comm.hierarchy import HostGroups, host_groups_of
-from hvdlite.comm.hierarchy_selection import HierarchicalEngineFactory, choose_levels, fastest
+from hvdlite.comm.hierarchy import HierarchicalEngineFactory, HostGroups, choose_levels, fastest, host_groups_of
 from hvdlite.comm.reduce_op import Max, Min, Product, Sum
 from hvdlite.errors import PeerLostError
 
@@ -222,7 +221,7 @@ class Clock:
 
 def test_the_engine_is_chosen_that_rank_0_found_the_faster_and_the_log_has_the_times(monkeypatch, caplog):
     clocks = threading.local()
-    monkeypatch.setattr(hierarchy_selection.time, "perf_counter", lambda: clocks.own.now_s)
+    monkeypatch.setattr(hierarchy.time, "perf_counter", lambda: clocks.own.now_s)
 
     def rank(group: Group) -> int:
         clocks.own = Clock()
@@ -252,7 +251,7 @@ def test_a_rank_that_is_lost_while_engines_are_measured_is_a_peer_that_was_lost(
     ("wanted", "faster", "levels"), [(True, 0, True), (False, 1, False), (None, 0, False), (None, 1, True)]
 )
 def test_levels_are_taken_as_is_wanted_or_as_is_measured(monkeypatch, wanted, faster, levels):
-    monkeypatch.setattr(hierarchy_selection, "fastest", lambda engines, group, device: faster)
+    monkeypatch.setattr(hierarchy, "fastest", lambda engines, group, device: faster)
 
     def rank(group: Group) -> bool:
         flat = group.engine

@@ -20,8 +20,7 @@ from hvdlite.comm import messages, torch_engine
 from hvdlite.comm.gloo import ConnectingRanks, InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.comm.messages import NOT_DONE_YET
-from hvdlite.comm.torch_engine import TorchEngine
-from hvdlite.comm.torch_factory import TorchEngineFactory
+from hvdlite.comm.torch_engine import TorchEngine, TorchEngineFactory
 from hvdlite.errors import CommunicationError, PeerLostError
 from hvdlite.signing import Signer
 

@@ -14,8 +14,7 @@ from worlds import run_worlds
 import hvdlite as hvd
 from hvdlite.comm import hierarchy
 from hvdlite.comm.group import Group
-from hvdlite.comm.hierarchy import host_groups_of
-from hvdlite.comm.hierarchy_selection import HierarchicalEngineFactory
+from hvdlite.comm.hierarchy import HierarchicalEngineFactory, host_groups_of
 from hvdlite.ops.reduction import Reduction
 
 SIZES = [1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5, 6)), 7,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gpu.test_cuda import RANKS, SHARING, run
 
 from hvdlite.comm.gloo import ConnectingRanks, InitTimeout
-from hvdlite.comm.torch_factory import TorchEngineFactory
+from hvdlite.comm.torch_engine import TorchEngineFactory
 from hvdlite.signing import Signer
 
 pytestmark = [

@@ -16,9 +16,8 @@ import hvdlite as hvd
 from hvdlite.comm.engine import EngineFactory, SingleRankFactory
 from hvdlite.comm.gloo import ConnectingRanks, InitTimeout
 from hvdlite.comm.group import Group
-from hvdlite.comm.hierarchy import HostGroups
-from hvdlite.comm.hierarchy_selection import HierarchicalEngineFactory
-from hvdlite.comm.torch_factory import TorchEngineFactory
+from hvdlite.comm.hierarchy import HierarchicalEngineFactory, HostGroups
+from hvdlite.comm.torch_engine import TorchEngineFactory
 from hvdlite.signing import Signer
 
 pytestmark = [

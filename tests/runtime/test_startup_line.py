@@ -13,6 +13,7 @@ from hvdlite.comm.hierarchy import HierarchicalEngine, HostGroups
 from hvdlite.environment import Environment
 from hvdlite.log import open_log
 from hvdlite.runtime.make_world import describe_start, log_startup
+from hvdlite.shm.setup import DeviceEngine
 from hvdlite.shm.shm_engine import ShmEngine
 
 
