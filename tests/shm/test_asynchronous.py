@@ -73,16 +73,19 @@ def test_more_than_there_is_room_for_may_be_under_way_and_be_waited_for_in_any_o
 def test_an_operation_takes_no_place_of_which_another_rank_has_yet_to_read_the_data(monkeypatch: Any) -> None:
     # Without the thread in the background, the engine carries operations on only when the rank waits or begins one.
     monkeypatch.setattr(Queue, "carry_on_in_background", lambda queue, at_once: None)
-    is_one_done, may_read = threading.Event(), threading.Event()
+    have_begun, is_one_done, may_read = threading.Event(), threading.Event(), threading.Event()
 
     def on_rank(engine: ShmEngine) -> None:
         tensors = [torch.full((SMALL,), 10.0 * number + engine.rank) for number in range(WINDOW + 2)]
         if engine.rank == 0:
             works = [begin_all_reduce(engine, tensor) for tensor in tensors]
+            # The end of the first one begins those that have found no room, where they have some now.
+            have_begun.set()
             assert is_one_done.wait(60)
             works[0].wait()
             may_read.set()
         else:
+            assert have_begun.wait(60)
             works = [begin_all_reduce(engine, tensors[0])]
             works[0].wait()
             is_one_done.set()
