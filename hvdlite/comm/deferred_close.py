@@ -4,8 +4,7 @@ Closes objects that the garbage collector has found, on a background thread; and
     finalizer ── close_later ── queue ── the background thread calls close
 
 The garbage collector may run a finalizer in any thread at any point, for example inside a collective of the engine that
-is to be closed, while that thread holds the locks that closing needs. So a finalizer only adds to the queue, by calling
-`close_later`. An optimizer has such a finalizer, and `runtime.world` calls `finish` when the program ends.
+is to be closed, while that thread holds the locks that closing needs. So an optimizer's only calls `close_later`.
 
 A destructor may wait: that of a gloo process group waits for the group's operations. `keep_until` holds a reference
 until there are none, so that the thread that drops its own reference does not wait.
@@ -34,10 +33,7 @@ _is_running = False
 
 
 def prepare() -> None:
-    """Start this process's background thread, if it does not run yet.
-
-    Call it before making an object whose finalizer calls `close_later`, and never from a finalizer.
-    """
+    """Start the background thread. Call it before making an object whose finalizer calls `close_later`."""
     global _is_running  # noqa: PLW0603 - one thread per process, as there is one garbage collector
     with _starting:
         if not _is_running:
@@ -91,8 +87,7 @@ def _run() -> None:
             close()
         except Exception as error:  # noqa: BLE001 - no caller waits for it, and the thread has to close the others
             log.warning("could not close an object that is no longer referenced: %s", error)
-        # The variable would keep the last object alive until the next one arrives.
-        del close
+        del close  # it would keep the last object alive until the next one arrives
 
 
 def _leave_to_parent() -> None:

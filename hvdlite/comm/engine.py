@@ -36,7 +36,7 @@ class LostError(RevokedError, PeerLostError):
 class EngineState:
     """One engine's state: open, quiesced (it refuses new operations) or revoked (its waits fail, too).
 
-    The first reason counts, and later ones are ignored. Every method is thread-safe.
+    Of several reasons the first counts. Any thread may call the methods.
     """
 
     def __init__(self) -> None:
@@ -45,12 +45,11 @@ class EngineState:
         self._revocation: str | None = None
 
     def require_open(self) -> None:
-        """Raise a RevokedError if the engine refuses new operations, and a LostError if it was revoked."""
+        """Raises a RevokedError if the engine refuses new operations, and a LostError if it was revoked."""
         if self._refusal is not None:
             raise (RevokedError if self._revocation is None else LostError)(self._refusal)
 
     def require_not_revoked(self) -> None:
-        """Raise a LostError if the engine was revoked."""
         if self._revocation is not None:
             raise LostError(self._revocation)
 
@@ -63,13 +62,12 @@ class EngineState:
         return error if self._revocation is None else LostError(self._revocation)
 
     def quiesce(self, reason: str) -> None:
-        """Refuse new operations from now on."""
         with self._lock:
             if self._refusal is None:
                 self._refusal = reason
 
     def revoke(self, reason: str) -> bool:
-        """Refuse new operations, and fail all waits; returns False if the engine was revoked before."""
+        """Returns False if the engine was revoked before."""
         with self._lock:
             if self._revocation is not None:
                 return False
@@ -80,10 +78,9 @@ class EngineState:
 
 
 class PeerGoneError(PeerLostError):
-    """Raised by an engine that knows which rank it has lost: ``group_rank``."""
+    """Raised by an engine that knows which rank it has lost: ``group_rank`` is its number within the engine."""
 
     def __init__(self, message: str, group_rank: int) -> None:
-        """``group_rank`` is the lost rank's number within the engine."""
         super().__init__(message)
         self.group_rank = group_rank
 
@@ -109,10 +106,7 @@ class Engine(ABC):
     """
 
     reduces_in_one_pass: bool = False
-    """Whether the all-reduce of CPU tensors can average floats (AVG), and there is `allreduce_into`.
-
-    So the caller needs no copy of a tensor that has to stay unchanged, and no second pass to divide.
-    """
+    """Whether the all-reduce of CPU tensors can average floats (AVG), and there is `allreduce_into`."""
 
     gathers_parts: bool = False
     """Whether there is `allgather_parts`, for CPU tensors."""
@@ -140,8 +134,7 @@ class Engine(ABC):
     ) -> EngineWork:
         """Reduce all ranks' parts for this rank into ``output``.
 
-        ``input`` is flat, of shape ``(sum(counts),)``: one part for each rank, in rank order. ``counts`` are the parts'
-        numbers of elements, and must be equal on all ranks.
+        ``input``, of shape ``(sum(counts),)``, has one part for each rank, of ``counts`` elements, equal on all ranks.
         """
 
     @abstractmethod
@@ -158,9 +151,9 @@ class Engine(ABC):
     def allgather_parts(self, flat: Tensor, counts: Sequence[int], into: Sequence[tuple[int, Tensor]], /) -> EngineWork:
         """Copy what is wanted of other ranks' parts of a flat tensor, of which each rank has as much, to its place.
 
-        This rank's part lies in ``flat`` at its place: ``counts`` are the elements of each rank's part, equal on all
-        ranks. ``into`` are positions in ``flat``, each with a flat tensor for the elements there; these lie in one
-        rank's part. The rest of ``flat`` is neither read nor written. Only where the engine `gathers_parts`.
+        Of ``flat`` only this rank's part is read: ``counts`` are the elements of each rank's part, equal on all ranks.
+        ``into`` are positions in ``flat``, each with a flat tensor for the elements there, which lie in one rank's
+        part. Only where the engine `gathers_parts`.
         """
         raise NotImplementedError
 
@@ -177,13 +170,10 @@ class Engine(ABC):
         self._state.quiesce(reason)
 
     def require_ended(self) -> None:  # noqa: B027 - most block the thread anyway
-        """Block this thread until the operations on GPUs have ended, or raise the error of one.
-
-        Their own waits block the current stream alone.
-        """
+        """Block this thread until the operations on GPUs, whose waits block a stream alone, have ended; or raise."""
 
     def close(self) -> None:  # noqa: B027 - nothing to let go of without others
-        """Let go of the other ranks. It does not block. Nothing else of the engine is called after it."""
+        """Let go of the other ranks, without blocking. Nothing else of the engine is called after it."""
 
 
 @runtime_checkable
@@ -300,7 +290,7 @@ class DelegatingEngine(Engine):
 
 
 class EngineFactory(Protocol):
-    """Opens engines between a fixed set of ranks. Each engine is a separate communicator."""
+    """Opens engines between a fixed set of ranks."""
 
     def open(self) -> Engine:
         """Open a new engine, which the caller closes. Every rank of the set must call it."""

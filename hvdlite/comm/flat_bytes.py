@@ -3,7 +3,7 @@ Converts tensors to flat memory and back: a tensor's bytes, and several tensors 
 
 To send several tensors in one collective, `fused` groups them by dtype and device, `flat_of` copies a group into one
 flat tensor, and `pieces_of` and `own_memory` take the results apart. `new_memory` and `result_memory` allocate large
-tensors so that their pages cost little. `group`, the engines and `ops` call these.
+tensors so that their pages cost little.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if _madvise is not None:
 
 
 def give_back_free_memory() -> None:
-    """Has the C library return what the program has freed to the system; it takes some ms for 100 MB.
+    """Has glibc return what the program has freed to the system; it takes some ms for 100 MB.
 
-    Malloc keeps tensors of up to 32 MiB for later ones. Does nothing with a C library other than glibc.
+    Malloc keeps tensors of up to 32 MiB for later ones.
     """
     _kept.clear()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -132,9 +132,8 @@ def result_memory(shape: torch.Size, like: Tensor) -> Tensor:
     """Returns an uninitialized contiguous tensor for the result of a collective, which Python's threads alone hold.
 
     When a large one is freed, the next of its size gets its memory: to touch pages for the first time takes longer than
-    to copy into them. Until then Linux may take it whenever it needs some. The storage of such a tensor cannot be
-    resized. Its last reference must not be dropped by a thread of C++, as gloo's, since that would run Python code, and
-    abort the process if the interpreter has ended.
+    to copy into them. Its storage cannot be resized. Its last reference must not be dropped by a thread of C++, as
+    gloo's, since that would run Python code, and abort the process if the interpreter has ended.
     """
     nbytes = shape.numel() * like.element_size()
     if nbytes < _LEAST_HUGE_BYTES or not like.is_cpu or not hasattr(mmap, "MADV_FREE"):
@@ -154,8 +153,7 @@ def _large_memory(nbytes: int) -> mmap.mmap | None:
         kept = _kept.pop()
         if len(kept) == nbytes:
             return kept
-        # Before more is asked for.
-        del kept
+        del kept  # before more is asked for
     with contextlib.suppress(OSError):
         pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # of a kernel without huge pages

@@ -1,8 +1,8 @@
 """
 Opens gloo process groups on authenticated connections: each is proven to lead to a rank of this job.
 
-Gloo's listener accepts any peer that connects first and sends a number that is easy to guess. So `torch_engine`,
-`runtime.connect_ranks` and `round_trips` open groups in these steps:
+Gloo's listener accepts any peer that connects first and sends a number that is easy to guess. So groups are opened in
+these steps:
 
 1. All ranks wait in the store until every one is ready (`wait_for_all`). So a stranger has only a few milliseconds to
    connect.
@@ -10,10 +10,8 @@ Gloo's listener accepts any peer that connects first and sends a number that is 
 3. Each rank sends each other rank a signature with the job's key, which a stranger cannot make.
 
 Gloo connects to all ranks before it returns a process group. It waits until its timeout for one that has ended after
-it told the others its address, or whose host cannot be reached. `Connecting` ends that wait. `runtime.bootstrap`
-makes one for each attempt of an elastic job, given up once the generation is revoked, and one for the groups that are
-opened later in the world. Where another host refuses connections, gloo fails at once on the rank that connects:
-`hvdlite_wire.codec.Refusals` tell hvdlite-run so.
+it told the others its address, or whose host cannot be reached. `Connecting` ends that wait. There is one for each
+attempt of an elastic job, given up once the generation is revoked, and one for what is opened later in the world.
 """
 
 from __future__ import annotations
@@ -74,9 +72,9 @@ class InitTimeout:
 class ConnectingRanks:
     """The ranks that open process groups together.
 
-    ``names`` are the ranks as messages name them, such as ``rank 3 (node2)``. Only these ranks have ``store`` and the
-    key of ``signer``. ``init_timeout`` is how long they wait for each other, unless one of them is among ``ends``.
-    ``numbers`` are their global ranks.
+    ``names`` are the ranks as messages name them, and ``numbers`` the global ranks, by default the same. Only these
+    ranks have ``store`` and the key of ``signer``. ``init_timeout`` is how long they wait for each other, unless one of
+    them is among ``ends``.
     """
 
     store: Store
@@ -92,10 +90,7 @@ class ConnectingRanks:
         return len(self.names)
 
     def among(self, group_ranks: Sequence[int], group_rank: int, token: str) -> ConnectingRanks:
-        """Returns some of the ranks, with this one as ``group_rank``.
-
-        ``token`` is equal on these ranks, and never used before.
-        """
+        """Returns some of the ranks, with this one as ``group_rank``; see `EngineFactory.among`."""
         return replace(
             self,
             store=PrefixStore(f"hvdlite.{token}", self.store),
@@ -150,11 +145,10 @@ def open_proven(
 
     Returns the group and its connections, which the caller must shut down before it destroys the group. If other
     threads of this process may open gloo groups at the same time, ``make`` must use `make_gloo`. ``on_connected`` gets
-    the connections before they are proven.
+    the connections before they are proven. If the proof fails, the group goes to ``discard``, and a CommunicationError
+    names the ranks whose connections lead elsewhere.
 
-    Every rank must call it soon after `wait_for_all`, with a label that these ranks have not used before. If the proof
-    fails it passes the group to ``discard``, and raises a CommunicationError that names the ranks whose connections
-    lead elsewhere.
+    Every rank must call it soon after `wait_for_all`, with a label that these ranks have not used before.
     """
     group: ProcessGroup | None = None
     with ranks.ends.connecting(ranks.global_ranks, ranks.names, ranks.rank):
@@ -231,16 +225,15 @@ class Connecting:
         self._over = threading.Event()
         self._end: list[Callable[[], None]] = []
         self.is_late = False
-        """Whether the time of `for_at_most` was over before the ranks had connected."""
         self.addresses_by_rank: dict[int, tuple[str, ...]] = {}
-        """What `own_addresses` has returned on the ranks of several hosts; empty if they do not need it."""
+        """The `own_addresses` of ranks on several hosts; empty if they do not need these."""
 
     def on_give_up(self, end: Callable[[], None]) -> None:
         """Has `give_up` call ``end``, too: it ends operations of a group that is connected already."""
         self._end.append(end)
 
     def close(self) -> None:
-        """All is connected, or has failed: `give_up` returns, and does nothing any more."""
+        """Has `give_up` return, and do nothing any more: all is connected, or has failed."""
         self._over.set()
 
     def give_up(self) -> None:
@@ -261,7 +254,7 @@ class Connecting:
 
     @contextlib.contextmanager
     def for_at_most(self, limit_s: float) -> Iterator[None]:
-        """A context in which gloo connects, and fails after ``limit_s``: by itself it takes five times its timeout."""
+        """A context in which gloo connects, and fails after ``limit_s``; `is_late` then says so."""
         is_over = threading.Event()
 
         def give_up_late() -> None:

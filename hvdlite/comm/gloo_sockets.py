@@ -8,22 +8,19 @@ All that reaches into gloo from outside: no other module knows how its sockets a
 
 Gloo is torch's engine between CPU hosts, and the wheels looked at (2.11.0 and 2.14.1) have no way of their own:
 
-- Its listener takes any peer that sends a number that is easy to guess, as long as the group lives; there is no TLS.
-  Once the ranks have connected, a packet filter of the kernel drops all that comes to the listener, and the ranks prove
-  themselves by signatures (in `gloo`). /proc/self/fdinfo shows which sockets the event loops of its devices watch.
-- Its waits end by a timeout alone: `abort` and `shutdown` of a gloo group do nothing, and `reconfigure` (2.14,
-  experimental) connects anew from the handles of all members. But gloo closes all connections once a wait with a
-  timeout of its own has failed. Connecting lasts five times its timeout. It ends by what gloo takes for answers: where
-  it connects, the attempts are shut down, and where it waits to be connected to, this process connects to itself.
-  (``lazy_init`` puts connecting off to the first collective: with it, one of some hundred openings with a rank that
-  fails stood still.)
-- It waits where the network between two hosts is cut. The kernel notices: it probes an idle connection, and repeats
-  data that are not acknowledged, and the other kernel answers even while the process there computes, is stopped or
-  hangs. So silence of many seconds (TCP_INFO) means a host that is gone, or a network that is cut.
+- Its listener takes any peer that sends a number that is easy to guess, as long as the group lives. Once the ranks have
+  connected, a packet filter of the kernel drops all that comes to the listener, and the ranks prove themselves by
+  signatures (in `gloo`). /proc/self/fdinfo shows which sockets the event loops of its devices watch.
+- Its waits end by a timeout alone: `abort` and `shutdown` of a gloo group do nothing. But gloo closes all connections
+  once a wait with a timeout of its own has failed. Connecting lasts five times its timeout, and ends by what gloo takes
+  for answers: where it connects, the attempts are shut down, and where it waits to be connected to, this process
+  connects to itself. (With ``lazy_init``, one of some hundred openings with a rank that fails stood still.)
+- It waits where the network between two hosts is cut. The kernel notices: it probes an idle connection, and the other
+  kernel answers even while the process there computes, is stopped or hangs. So silence of many seconds (TCP_INFO) means
+  a host that is gone, or a network that is cut.
 - Destroying a group waits for its operations. Without connections they end.
 
-Where a system or a torch does not show these sockets, one line says what is lost, and engines of gloo, which need them,
-are not opened.
+Where a system or a torch does not show these sockets, one line says what is lost, and no engine of gloo is opened.
 """
 
 from __future__ import annotations
@@ -86,15 +83,14 @@ class _Sockets:
         self._unanswered_since: dict[str, float] = {}
 
     def _found(self) -> Iterator[tuple[socket.socket, int, bool]]:
-        """Yields each socket, open until the next is asked for; its inode; and whether it listens."""
+        """See `_sockets_of`."""
         raise NotImplementedError
 
     def silences(self) -> dict[str, float]:
         """Returns for how many seconds nothing has come from each other address, as far as is known.
 
-        That is so where the other kernel has not answered since a connection was begun, and where it does not answer
-        probes for at least 4 s. Of several connections that counts over which nothing has come for longest. A rank that
-        computes, is stopped, or waits for another is not silent.
+        Those count that have not answered since a connection was begun, or answer no probes for at least 4 s. Of
+        several connections the most silent counts.
         """
         longest: dict[str, float] = {}
         unanswered: set[int] = set()
@@ -126,34 +122,27 @@ class Connections(_Sockets):
         self.loops: dict[int, int] = {}
         self.inodes: set[int] = set()
         self.addresses: tuple[str, ...] = ()
-        """This end's addresses, as `probe` has found them; usually there is one."""
         self._pid = os.getpid()
         self._group: Callable[[], Any] = lambda: None
         self._others: list[int] = []
         self.devices = len(_interfaces())
-        """On how many devices the group connects all ranks."""
 
     def belong_to(self, group: Any, rank: int, size: int) -> None:
-        """Name the process group whose operations `end_waits` ends. This keeps no reference to it."""
+        """Names the process group whose operations `end_waits` ends; keeps no reference to it."""
         self._group = weakref.ref(group)
         self._others = [other for other in range(size) if other != rank]
 
     def end_waits(self) -> None:
         """End all operations in progress on the connections with an error, here and on the other ranks.
 
-        It takes a few milliseconds. Data on their way may be lost.
-
-        To shut down the sockets alone would not do. If an operation fails on one connection, gloo drops its buffers on
-        the others. Where data for such a buffer arrive later, gloo reads nothing more from that connection, not even
-        that it was shut down: other operations that wait for it would wait until their timeout. So this first waits for
-        a message that no rank sends, from each rank in turn: gloo closes all connections when a wait has timed out. (It
-        fails at once where the connection is closed already. After a shutdown gloo would still answer messages that
-        came before, and block where it cannot.)
-
-        Gloo does not end an operation of which a message could only be written or read in part before the connection
-        closed: that one is blocked until its timeout, though nothing is transferred any more. (Gloo tells only those
-        that wait for a message to begin.) `deferred_close.keep_until` keeps the group from being destroyed meanwhile.
+        It takes a few milliseconds. Data on their way may be lost. An operation of which a message was written or read
+        in part is blocked until its timeout, though nothing is transferred any more: `deferred_close.keep_until` keeps
+        the group from being destroyed meanwhile.
         """
+        # To shut down the sockets alone would not do. If an operation fails on one connection, gloo drops its buffers
+        # on the others. Where data for such a buffer arrive later, gloo reads nothing more from that connection, not
+        # even that it was shut down. So this first waits for a message that no rank sends, from each rank in turn: gloo
+        # closes all connections when a wait has timed out. It fails at once where the connection is closed already.
         of_group, self._group = self._group, lambda: None
         group: Any = of_group()
         is_own = group is not None and self._pid == os.getpid()
@@ -163,18 +152,14 @@ class Connections(_Sockets):
         self.shut_down()
 
     def shut_down(self) -> None:
-        """Shut down the connections, before the group is destroyed. Data already sent still arrive.
-
-        Without this, destroying a group waits for its operations in progress, up to their timeout if another rank never
-        joins them.
-        """
+        """Shut down the connections, before the group is destroyed. Data already sent still arrive."""
         for each, _, _ in self._found():
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
         self.inodes.clear()
 
     def probe(self) -> None:
-        """Has the kernel probe the connections from now on, so that `silences` knows of all."""
+        """Has the kernel probe the connections from now on; notes the ``addresses`` at this end, usually one."""
         addresses = set()
         for each, _, _ in self._found():
             with contextlib.suppress(OSError):
@@ -205,10 +190,9 @@ class OpeningGroups(_Sockets):
         return set(_connecting.listeners())
 
     def end_waits(self, size: int, let_in: set[int], of: Collection[int] | None = None) -> None:
-        """Makes gloo fail where it waits for one of ``size`` ranks. Call it repeatedly, since gloo tries again.
+        """Makes gloo fail where it waits for one of ``size`` ranks, for all or some `listeners`; gloo then tries again.
 
         ``let_in`` has the inodes of listeners that this process has connected to: empty at first, then the same.
-        ``of``: only for these `listeners`.
         """
         for each, inode, listens in self._found(of):
             with contextlib.suppress(OSError):  # gloo has closed it meanwhile
@@ -235,9 +219,9 @@ def own_addresses() -> tuple[str, ...]:
 
 
 def cut_links() -> int:
-    """Drop all further packets from other hosts to this process's gloo connections, as where the network is cut.
+    """Drops all further packets from other hosts to this process's gloo connections; returns how many it has cut.
 
-    For faults on purpose: it cannot be undone, and later groups have new connections. Returns how many it has cut.
+    For faults on purpose: it cannot be undone, and later groups have new connections.
     """
     count = 0
     for loop in _event_loops():
@@ -290,10 +274,8 @@ def _not_found() -> CommunicationError:
 def while_connecting() -> Iterator[Connections]:
     """A context in which gloo connects the ranks of a group; afterwards its listeners let nobody else in.
 
-    Yields a `Connections`, which is filled at the end with those that gloo has made. If other threads of this process
-    may open gloo groups at the same time, the devices must be those of `make_devices`.
-
-    If the listener of the group is not found, that is a warning. For `make_devices` it is an error.
+    Yields a `Connections`, which is filled at the end. If other threads of this process may open gloo groups at the
+    same time, the devices must be those of `make_devices`. A listener that is not found is a warning here.
     """
     connections = Connections()
     with _connecting:
@@ -321,11 +303,10 @@ def while_connecting() -> Iterator[Connections]:
 
 
 class _ConnectingThreads:
-    """A context in which threads of this process connect.
+    """A context in which threads of this process connect, and may open as many files as the system allows.
 
-    Meanwhile the limit of open files is at the system's maximum, because gloo aborts the process when strangers have
-    opened so many connections that no file is left. Gloo keeps these connections, so the limit stays higher if there
-    are many.
+    Gloo aborts the process when strangers have opened so many connections that no file is left. It keeps these, so the
+    limit stays higher if there are many.
     """
 
     def __init__(self) -> None:
@@ -339,7 +320,6 @@ class _ConnectingThreads:
         self._count = 0
 
     def listeners(self) -> dict[int, int]:
-        """Returns the listeners of the groups that they are opening, each with its event loop."""
         with self._lock:
             return _listeners(self._before) if self._count else {}
 
@@ -395,7 +375,7 @@ def _listeners(besides: Collection[int] = ()) -> dict[int, int]:
 def _sockets_of(loop: int) -> Iterator[tuple[socket.socket, int, bool]]:
     """Yields each TCP socket of this event loop, open until the next is asked for; its inode; and whether it listens.
 
-    Raises an OSError where this process has too many open files: then nothing is known of its sockets.
+    An OSError where this process has too many open files.
     """
     watched = []
     with contextlib.suppress(FileNotFoundError), open(f"/proc/self/fdinfo/{loop}", encoding="ascii") as info:
@@ -410,10 +390,8 @@ def _sockets_of(loop: int) -> Iterator[tuple[socket.socket, int, bool]]:
 
 
 def _close_listeners(loop: int) -> set[int]:
-    """Drop further packets to the listening sockets of this gloo loop; returns the inodes of its connected sockets.
-
-    It does not close the listeners: gloo owns them, and aborts the process where it finds one closed.
-    """
+    """Drops further packets to the listening sockets of this gloo loop; returns the inodes of its connected sockets."""
+    # Not by closing: gloo owns them, and aborts the process where it finds one closed.
     connected = set()
     for each, inode, listens in _sockets_of(loop):
         if not listens:
@@ -462,12 +440,10 @@ def copy_of(number: int, inode: int | None) -> socket.socket | None:
 
 
 def state_of(connection: socket.socket) -> int:
-    """Returns `ESTABLISHED`, `SYN_SENT` or another state."""
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
 
 
 def probe(connection: socket.socket) -> None:
-    """Has the kernel probe a connection from now on."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_EVERY_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _MOST_PROBES)

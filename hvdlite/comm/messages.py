@@ -40,7 +40,7 @@ class Swap:
     def __init__(self, waits: int, cut: Callable[[], None]) -> None:
         """It is over when it has `run` so many waits for messages, or one of them has failed.
 
-        ``cut`` then ends the others, which would still read tensors that the program may change after the error.
+        ``cut`` then ends the others, which would still read tensors that the program may change.
         """
         self._cut = cut
         self._lock = threading.Lock()
@@ -60,19 +60,19 @@ class Swap:
         except BaseException as error:  # noqa: BLE001 - raised by threads that wait
             failure = f"{type(error).__name__}: {error}"
         with self._lock:
-            is_first = self._failure is None
-            if is_first:
+            is_first_failure = failure is not None and self._failure is None
+            if is_first_failure:
                 self._failure = failure
-        if is_first and failure is not None:
+        if is_first_failure:
             self._cut()
         with self._lock:
             self._left -= 1
-            is_last = self._left == 0
-        if is_first and failure is not None:
+            is_done = self._left == 0 and self._failure is None
+        if is_first_failure or is_done:
             self._is_over.set()
+        if is_first_failure:
             self._future.set_exception(RuntimeError(failure))
-        elif is_last and self._failure is None:
-            self._is_over.set()
+        elif is_done:
             self._future.set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -113,8 +113,7 @@ class Messages:
     def swap(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Swap:
         """Sends each rank its tensor of ``sent``, and receives one of each rank in ``received``; returns at once.
 
-        Both are in rank order, contiguous and on the CPU. What one rank sends has the size of what the other receives.
-        This rank's own is copied.
+        Both are in rank order, contiguous and on the CPU. This rank's own is copied.
         """
         group = self._process_group
         gloo: Any = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
@@ -156,7 +155,7 @@ class Messages:
 
 
 def _posted(post: Callable[[], Any], timeout: timedelta) -> Callable[[], object]:
-    """Posts a message, and returns what waits for it; an error of either comes out of the wait, as in gloo's works."""
+    """Posts a message, and returns what waits for it, and raises an error of either."""
     try:
         return partial(post().wait, timeout)
     except RuntimeError as error:
@@ -175,8 +174,6 @@ def _receive(first: Sequence[Callable[[], object]], others: Sequence[Callable[[]
 
 
 def _run_all(queue: SimpleQueue[Callable[[], object] | None]) -> None:
-    """Calls what comes, in turn, until None comes."""
     while (run := queue.get()) is not None:
         run()
-        # The variable would keep its tensors until the next one comes.
-        del run
+        del run  # it would keep its tensors until the next one comes

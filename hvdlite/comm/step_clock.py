@@ -4,12 +4,12 @@
     end of a step ── LOAD: data and forward ── first gradient ── BACKWARD ── its end ── LOAD ── step(): OPTIMIZER ── end
                      └─────────────── WAIT, for other ranks, within any of them ────────────────┘
 
-An all-reduce makes all ranks' steps equally long. What differs is how long each rank computes before it begins to wait,
-so waits are added up separately. `optim` reports the phases, `work` and `calls.handle` the waits. Every few steps the
-clock makes a `Reading`, which `control.reports` sends to rank 0.
+An all-reduce makes all ranks' steps equally long: what differs is how long each rank computes before it begins to wait.
+`optim` reports the phases, `work` and `calls.handle` the waits. Every few steps the clock makes a `Reading`, which
+`control.reports` sends to rank 0.
 
-On a CPU the times are the program's. On a GPU, which the program runs ahead of, they are the times at which the GPU
-reaches these points of its stream, read a few steps later, so that nothing waits for it.
+On a CPU the times are the program's. On a GPU, which the program runs ahead of, they are those at which the GPU reaches
+these points of its stream, read a few steps later.
 """
 
 from __future__ import annotations
@@ -91,11 +91,9 @@ class HostTimer:
     """Takes the times of phases: the program's own."""
 
     def stamp(self) -> float:
-        """Returns the time now, or what stands for it."""
         return time.perf_counter()
 
     def is_known(self, stamp: float) -> bool:
-        """Whether `seconds_between` can tell this stamp's time."""
         return True
 
     def seconds_between(self, began: float, ended: float) -> float:
@@ -109,7 +107,7 @@ class GpuTimer:
         self._device = device
 
     def stamp(self) -> torch.cuda.Event | None:
-        """Records an event. Returns None while a CUDA graph captures, in which nothing is reached."""
+        """Records an event; None while a CUDA graph captures, in which nothing is reached."""
         if torch.cuda.is_current_stream_capturing():
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own is untyped
@@ -124,9 +122,9 @@ class GpuTimer:
 
 
 class StepClock:
-    """The times of one rank's steps, of all its optimizers together. Off until `turn_on`: then nothing is measured.
+    """The times of one rank's steps, of all its optimizers together, on the thread that takes them.
 
-    Only the thread that takes the steps is measured. Any thread may look at the attributes.
+    Nothing is measured until `turn_on`. Any thread may look at the attributes.
     """
 
     def __init__(self, timer: HostTimer | GpuTimer | None = None) -> None:
@@ -143,12 +141,12 @@ class StepClock:
         self._seconds = [0.0] * len(Phase)
         self._set_id: int | None = None
         self._steps = self._sat_out = 0
-        # Readings are made at multiples of this power of two, so that those of all ranks are of the same steps, without
-        # a word between them, even while some ranks have doubled it and others have not.
+        # Readings are made at multiples of this power of two, so that those of all ranks are of the same steps, even
+        # while some ranks have doubled it and others have not.
         self._every = 1
         self._read_at_s = 0.0
-        # In this step: the phases that have begun, and when. Empty in steps that are not measured: in the first one,
-        # since that opens engines and compiles kernels, and in one with too many phases.
+        # In this step: the phases that have begun, and when. Empty in steps that are not measured: the first one, which
+        # opens engines and compiles kernels, and one with too many phases.
         self._marks: list[tuple[Phase, Any]] = []
         # Ended steps whose times are not all known: their marks, the reading's numbers, and whether to make one.
         self._pending: deque[tuple[list[tuple[Phase, Any]], tuple[int, int, int], bool]] = deque()
@@ -156,7 +154,7 @@ class StepClock:
         self._before_wait = Phase.LOAD
 
     def turn_on(self, interval_s: float) -> None:
-        """Begins to measure. Makes a reading about every ``interval_s`` seconds or every step, whichever is longer."""
+        """Begins to measure, with a reading about every ``interval_s`` seconds or every step, whichever is longer."""
         self._interval_s = interval_s
         self.is_on = True
 
@@ -185,13 +183,12 @@ class StepClock:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A context in which the thread of the steps waits for other ranks. Does nothing on other threads."""
-        if not self.begin_wait():
-            yield
-            return
+        is_timed = self.begin_wait()
         try:
             yield
         finally:
-            self.end_wait()
+            if is_timed:
+                self.end_wait()
 
     def begin_wait(self) -> bool:
         """Does what entering `waiting` does; returns whether `end_wait` must be called."""
@@ -231,7 +228,7 @@ class StepClock:
             self._count(set_id, sat_out=0)
 
     def sat_out(self, set_id: int) -> None:
-        """Notes the end of a step of other ranks that this one has sat out."""
+        """Notes the end of a step that this rank has sat out."""
         if self.is_on:
             self._count(set_id, sat_out=1)
 

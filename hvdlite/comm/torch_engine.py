@@ -78,10 +78,7 @@ class TorchEngine(Engine):
         cut: Callable[[], None] = lambda: None,
         shut_down: Callable[[], None] = lambda: None,
     ) -> None:
-        """``has_nccl``: GPU tensors use NCCL, and not gloo. ``cut`` ends gloo's waits.
-
-        ``shut_down`` ends the process group, when the engine is closed.
-        """
+        """``has_nccl``: GPU tensors use NCCL. ``cut`` ends gloo's waits, and ``shut_down`` the process group."""
         super().__init__()
         self.process_group = process_group
         self._has_nccl = has_nccl
@@ -102,11 +99,8 @@ class TorchEngine(Engine):
         return self._begun(self.process_group.allreduce([self._written(tensor)], opts), tensor)
 
     def _written(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor with the same memory, through which an operation writes its result.
-
-        When gloo's operation on a GPU ends, its copy of the result raises the tensor's `_version`, as if the program
-        had changed it. `data` has a version of its own.
-        """
+        """Returns a tensor with the same memory, through which an operation writes its result."""
+        # The end of gloo's operation on a GPU raises the `_version`, as if the program had changed the tensor.
         return tensor if self._has_nccl or tensor.is_cpu else tensor.data
 
     def _exchange(self, tensor: Tensor, opts: dist.AllreduceOptions) -> _CombinedHere:
@@ -153,11 +147,8 @@ class TorchEngine(Engine):
     def reduce_scatter_base(
         self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
     ) -> TorchWork | _CombinedHere:
-        """Use NCCL's own on GPUs; over gloo do an all-to-all, and combine the received parts here in rank order.
-
-        Gloo's own takes twice as long (PyTorch 2.13, 2 and 4 ranks of one host, 4 MB), and older versions have none.
-        16-bit floats are added in float32 here, and rounded once.
-        """
+        """Use NCCL's own on GPUs; over gloo do an all-to-all, and combine the received parts here in rank order."""
+        # Gloo's own takes twice as long (PyTorch 2.13, 2 and 4 ranks of one host, 4 MB), and older versions have none.
         self._state.require_open()
         if input.is_cuda and self._has_nccl:
             if len(set(counts)) == 1:
@@ -182,8 +173,8 @@ class TorchEngine(Engine):
     def quiesce(self, reason: str, /) -> None:
         """Refuse new operations, and wait until those in progress have ended.
 
-        Once the engine is revoked it waits for at most a second. An operation that gloo has not ended by then transfers
-        nothing more, but is blocked until its timeout, and may read and write this rank's tensors until then.
+        Once the engine is revoked, for at most a second. An operation that gloo has not ended by then transfers nothing
+        more, but may read and write this rank's tensors until its timeout.
         """
         self._state.quiesce(reason)
         for work in list(self._pending):
@@ -195,10 +186,7 @@ class TorchEngine(Engine):
         self._state.require_not_revoked()
 
     def close(self) -> None:
-        """Shut the process group down. Works in progress are ended and dropped, since they would keep it alive.
-
-        The process group outlives the engine until they have ended, since its destructor would wait for them.
-        """
+        """Shut the process group down. It outlives the works in progress, since its destructor would wait for them."""
         works = [work for work in list(self._pending) if not (work.is_on_gpu and self._has_nccl)]
         left = [work for work in works if not work.has_ended]
         self._pending.clear()
@@ -221,7 +209,6 @@ class TorchWork:
     """An operation of a process group in progress. Any number of threads may wait for it."""
 
     def __init__(self, work: Any, tensor: Tensor, state: EngineState, pending: set[TorchWork]) -> None:
-        """Adds itself to ``pending``, from which `wait` removes it once the operation is over."""
         self._work = work
         self._device = tensor.device
         self.is_on_gpu = tensor.device.type == "cuda"
@@ -275,7 +262,6 @@ class TorchWork:
         self._pending.discard(self)
 
     def require_ended(self) -> None:
-        """Block this thread until an operation on a GPU has ended, or raise its error; see `Engine.require_ended`."""
         # Not by a wait with a timeout, at whose end NCCL would abort the communicator.
         while not self.has_ended:
             self._state.require_not_revoked()
@@ -342,7 +328,7 @@ class _CombinedHere:
 
 
 def allow_collectives(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of the CPU collectives of ``group``; connecting, which is over, may have had a shorter one."""
+    """Sets the timeout of the CPU collectives of ``group``."""
     backend: Any = group._get_backend(torch.device("cpu"))
     # With TORCH_DISTRIBUTED_DEBUG=DETAIL it is within a backend that compares collectives.
     getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
@@ -351,9 +337,7 @@ def allow_collectives(group: dist.ProcessGroup, timeout: timedelta) -> None:
 class TorchEngineFactory:
     """Opens engines between some of the ranks, or all, each on a process group of its own over the ranks' store.
 
-    It does not use `dist.new_group`, which every rank of the job would have to call for each engine, in one order with
-    the program's own calls, since torch numbers groups by how many a rank has made. So the program may call
-    `dist.new_group` at any time, whatever other threads open here.
+    Not by `dist.new_group`, which every rank of the job would have to call in one order with the program's own calls.
     """
 
     def __init__(
@@ -361,8 +345,7 @@ class TorchEngineFactory:
     ) -> None:
         """``backend`` is ``gloo``, or a map such as ``cpu:gloo,cuda:nccl``; a RuntimeError for another one in the map.
 
-        ``unused_default`` is the default process group, if hvdlite has made it, and its connections: the first engine
-        is on this one.
+        ``unused_default`` is the default process group, if hvdlite has made it: the first engine is on this one.
         """
         self._ranks = ranks
         self._backend = backend
@@ -445,14 +428,14 @@ def _backend_by_device(backend: str) -> dict[str, str]:
 
 
 class EndingStore(Store):
-    """A store for gloo whose waits, by ``wait_until_set``, end when a rank ends, or fails to open its part.
+    """A store in which gloo, while it connects, waits for the address of each rank, by ``wait_until_set``.
 
-    While gloo connects, it waits in the store for the address of each rank, and only the store can end that. C++ looks
-    its methods up by name, and keeps no reference to the Python object: its maker must, while gloo connects.
+    So the wait ends when a rank ends, or fails to open its part. C++ looks the methods up by name, and keeps no
+    reference to the Python object: its maker must, while gloo connects.
     """
 
     def __init__(self, store: Store, timeout: timedelta, wait_until_set: WaitUntilSet) -> None:
-        """``timeout`` is that of `get`, which has none of its own."""
+        """``timeout`` is that of `get`."""
         super().__init__()
         self._store = store
         self._patience = timeout

@@ -73,14 +73,13 @@ class Ends:
         self._lock = threading.Condition()
 
     def run(self, label: str, operation: Callable[[], Result]) -> Result:
-        """Runs the next operation of the group with this label; if it fails here alone, the other ranks are told."""
+        """Runs the next operation of the group with this label; tells the others if it fails here alone."""
         number = self._begun[label] = self._begun.get(label, 0) + 1
         earlier, self._here.operation = getattr(self._here, "operation", None), (label, number)
         try:
             return operation()
         except HvdliteError as error:
-            # Raised on every rank, or the consequence of another rank's end; unless this process has run out of
-            # something.
+            # Raised on every rank, or caused by another rank's end, unless this process has run out of something.
             if (lack := lack_of(error)) is not None:
                 self.say_failed(label, number, lack)
             raise
@@ -116,10 +115,7 @@ class Ends:
         names: Sequence[str],
         operation: OperationId | None = None,
     ) -> None:
-        """Blocks until these global ranks have set the keys; raises the reason within seconds if one of them cannot.
-
-        ``operation`` is by default that of this thread.
-        """
+        """Blocks until these global ranks have set the keys; raises the reason within seconds if one of them cannot."""
         operation = operation or self.operation
         until_s = time.monotonic() + timeout.total_seconds()
         while True:
@@ -141,10 +137,7 @@ class Ends:
 
     @contextlib.contextmanager
     def connecting(self, ranks: Sequence[int], names: Sequence[str], own: int) -> Iterator[None]:
-        """A context in which gloo connects these ranks: it fails with the reason if one of them cannot come.
-
-        This rank is ``ranks[own]``.
-        """
+        """A context in which gloo connects these ranks, this one as ``ranks[own]``; it fails if one cannot come."""
         connecting = ranks, self.operation
         with self._lock:
             self._connecting.append(connecting)
@@ -200,12 +193,11 @@ class Ends:
 class CollectiveWatch:
     """Records the collectives that this rank has begun, the waits of its threads, and the first rank that ended.
 
-    There is one per generation of the world. All groups of the world record their collectives in it. The controller
-    reports these to rank 0, and records here which other rank has ended.
+    There is one per generation of the world, for all its groups. The controller reports these to rank 0, and records
+    here which other rank has ended.
     """
 
     def __init__(self, ends: Ends | None = None) -> None:
-        """``ends`` ends waits for ranks that cannot come; by default it is a new one."""
         self.ends = Ends() if ends is None else ends
         # By thread ident: the collective's name, when the wait began (`time.monotonic`), and its id. Each thread writes
         # only its own entry, since this is on the path of every bucket.
@@ -251,10 +243,7 @@ class CollectiveWatch:
         return self._first_end
 
     def first_end(self) -> tuple[int, bool] | None:
-        """Returns `known_end`, after waiting up to 3 s for the controller's message, if there is a controller's thread.
-
-        A rank calls it when it has lost another.
-        """
+        """Returns `known_end` to a rank that has lost another, after up to 3 s for the controller to tell it."""
         # Report it before this rank closes anything, so that no other rank takes this rank's end for the first one.
         self.say_lost()
         if self.listening_thread not in (None, threading.get_ident()):
@@ -285,11 +274,8 @@ class Work:
         try:
             self._work.wait()
         except RuntimeError as error:
-            if "DataLoader worker" in str(error):
-                # PyTorch's signal handler raises it wherever the program happens to be.
-                raise
-            if isinstance(error, MismatchError):
-                # The engine's message is already complete.
+            # PyTorch's signal handler raises the first wherever the program is; the second is complete already.
+            if "DataLoader worker" in str(error) or isinstance(error, MismatchError):
                 raise
             told = self._error_of(self._what, error)
             if told is error:

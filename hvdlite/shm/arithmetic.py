@@ -1,13 +1,12 @@
 """
 Reduces terms of several ranks, with any op and dtype, in one fixed order, rounded once.
 
-Narrow dtypes are reduced in a wider one. `reductions` chooses the elements and the memory, and calls `Arithmetic.into`.
+Narrow dtypes are reduced in a wider one. `collectives` chooses the elements and the memory, and calls
+`Arithmetic.into`.
 """
 
 from __future__ import annotations
 
-import struct
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ _Op: Any = dist.ReduceOp.RedOpType
 
 # Operation headers have indices into these tables, which must be the same on all ranks.
 OPS: tuple[Any, ...] = (
-    _Op.SUM, _Op.AVG, _Op.PRODUCT, _Op.MIN, _Op.MAX, _Op.BAND, _Op.BOR, _Op.BXOR, _Op.PREMUL_SUM,
+    _Op.SUM, _Op.AVG, _Op.PRODUCT, _Op.MIN, _Op.MAX, _Op.BAND, _Op.BOR, _Op.BXOR,
 )  # fmt: skip
 DTYPES: tuple[torch.dtype, ...] = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
@@ -35,7 +34,6 @@ _BITWISE = {_Op.BAND: torch.bitwise_and, _Op.BOR: torch.bitwise_or, _Op.BXOR: to
 _BINARY: dict[Any, Callable[..., Tensor]] = {
     _Op.SUM: torch.add,
     _Op.AVG: torch.add,
-    _Op.PREMUL_SUM: torch.add,
     _Op.PRODUCT: torch.mul,
     _Op.MIN: torch.minimum,
     _Op.MAX: torch.maximum,
@@ -50,33 +48,30 @@ _WIDE = {
     torch.uint32: torch.int64,
     **{dtype: torch.float32 for dtype in DTYPES if dtype.is_floating_point and dtype.itemsize == 1},
 }
-_SCALING = frozenset({_Op.AVG, _Op.PREMUL_SUM})
+_LOWEST = -(2**63)
 
 
 class Arithmetic:
     """One op on one dtype over ``size`` ranks; a ValueError if it is not defined."""
 
-    def __init__(self, op: Any, dtype: torch.dtype, size: int, factor: float | None = None) -> None:
-        """``factor`` is PREMUL_SUM's, by which every term is multiplied."""
+    def __init__(self, op: Any, dtype: torch.dtype, size: int) -> None:
         _require_defined(op, dtype)
         # Compared between ranks in the operation's signature, besides the dtype.
         self.op_number = OPS.index(op)
-        self.factor_bits = 0 if factor is None else int.from_bytes(struct.pack("=d", factor), sys.byteorder)
         self._combine = _BINARY[op]
         self.dtype = dtype
         self._size = size
-        # The sum is scaled, and not each term: the result is the same, and in a wider dtype the sum does not overflow.
-        # The scalars are tensors, because PyTorch would make one from a number at each call. For a number of ranks that
-        # is a power of two, multiplying by the inverse gives the same bits as dividing, in half the time.
-        self._factor = None if factor is None else _scalar(factor)
-        self._divisor: Tensor | None = None
+        # The sum is scaled, and not each term: in a wider dtype it does not overflow. The scalars are tensors, since
+        # PyTorch would make one of a number at each call. For powers of two, multiplying by the inverse gives the same
+        # bits as dividing, in half the time.
+        self._factor = self._divisor = None
         if op == _Op.AVG and dtype.is_floating_point and size & (size - 1) == 0:
-            self._factor = _scalar(1.0 / size)
+            self._factor = torch.tensor(1.0 / size, dtype=torch.float64, device="cpu")
         elif op == _Op.AVG:
-            self._divisor = _scalar(size)
+            self._divisor = torch.tensor(float(size), dtype=torch.float64, device="cpu")
         self._flips = dtype == torch.uint64 and op in (_Op.MIN, _Op.MAX)
         # torch adds two narrow floats in float32, and rounds once.
-        is_plain = size <= 2 and dtype in (torch.float16, torch.bfloat16) and op not in _SCALING
+        is_plain = size <= 2 and dtype in (torch.float16, torch.bfloat16) and op != _Op.AVG
         self._wide = None if is_plain else _WIDE.get(dtype)
         self._scratch: list[Tensor] = []
 
@@ -86,10 +81,7 @@ class Arithmetic:
         return self._wide is not None
 
     def into(self, terms: Sequence[Tensor], result: Tensor, *, is_apart: bool = False) -> None:
-        """Reduce flat tensors of equal length into ``result``.
-
-        ``result`` may be one of the terms, unless ``is_apart``.
-        """
+        """Reduces flat tensors of equal length into ``result``, which may be one of them unless ``is_apart``."""
         if self._wide is not None:
             self._into_wide(terms, result)
             return
@@ -144,19 +136,6 @@ class Arithmetic:
         return self._scratch[number][:numel]
 
 
-_LOWEST = -(2**63)
-
-
-def _scalar(value: float) -> Tensor:
-    return torch.tensor(float(value), dtype=torch.float64, device="cpu")
-
-
-def factor_of(op: dist.ReduceOp) -> float | None:
-    """Returns PREMUL_SUM's factor; None for the other ops."""
-    state: Any = op.__getstate__()  # (kind, factor)
-    return float(state[1]) if len(state) > 1 and state[1] is not None else None
-
-
 def _require_defined(op: Any, dtype: torch.dtype) -> None:
     if op not in _BINARY:
         raise ValueError(f"hvdshm does not support the reduction {op}")
@@ -166,7 +145,7 @@ def _require_defined(op: Any, dtype: torch.dtype) -> None:
     inexact = dtype.is_floating_point or dtype.is_complex
     if op in _BITWISE and inexact:
         raise ValueError(f"{name} needs integers or bool, and the tensor is {dtype}")
-    if op in _SCALING and not inexact:
+    if op == _Op.AVG and not inexact:
         raise ValueError(f"{name} needs a floating-point tensor, and this one is {dtype}")
     if op in (_Op.MIN, _Op.MAX) and dtype.is_complex:
         raise ValueError(f"{name} is not defined for {dtype}")

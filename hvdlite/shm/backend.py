@@ -4,9 +4,8 @@ The backend ``hvdshm`` of `torch.distributed`, for DDP and other code that choos
     import hvdlite
     torch.distributed.init_process_group("cpu:hvdshm")
 
-`hvdlite` registers the name. `ShmProcessGroup` converts the calls of `torch.distributed` that have other names or
-arguments, and passes them to a `ShmEngine`; it builds gather, scatter and reduce from others. hvdlite itself does not
-use it. It signs with an empty key, so whoever can write to the store is trusted.
+`ShmProcessGroup` converts the calls of `torch.distributed` that have other names or arguments, and passes them to a
+`ShmEngine`; it builds gather, scatter and reduce from others. hvdlite itself does not use it.
 """
 
 from __future__ import annotations
@@ -61,14 +60,11 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, see 
         return NAME
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
-        return self._engine.allreduce(tensors, opts or dist.AllreduceOptions())
+        return self._engine.allreduce(tensors, _all_reduce_options(opts))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
-        options = dist.AllreduceOptions()
-        if opts is not None:
-            options.reduceOp = opts.reduceOp
         # Here and below, operations end in order.
-        return [self._engine.allreduce([tensor], options) for tensor in tensors][-1]
+        return [self._engine.allreduce([tensor], _all_reduce_options(opts)) for tensor in tensors][-1]
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         return self._engine.broadcast(tensors, opts)
@@ -128,21 +124,18 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, see 
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         (tensor,) = tensors
-        options = dist.AllreduceOptions()
-        options.reduceOp = opts.reduceOp
         # Only the root's tensor may change.
-        return self._engine.allreduce([tensor if self.rank() == opts.rootRank else tensor.clone()], options)
+        return self.allreduce([tensor if self.rank() == opts.rootRank else tensor.clone()], opts)
 
     def barrier(self, opts: Any = None) -> ShmWork:
         return self._engine.barrier()
 
     def send(self, *_: object) -> NoReturn:
-        raise _no_point_to_point("send")
+        raise NotImplementedError(
+            f"{NAME} does not support send and recv: use a gloo group, dist.new_group(backend='gloo')"
+        )
 
-    def recv(self, *_: object) -> NoReturn:
-        raise _no_point_to_point("recv")
-
-    recv_anysource = recv
+    recv = recv_anysource = send
 
     def shutdown(self) -> None:
         self._engine.close()
@@ -150,5 +143,9 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, see 
     abort = shutdown
 
 
-def _no_point_to_point(what: str) -> NotImplementedError:
-    return NotImplementedError(f"{NAME} does not support {what}: use a gloo group, dist.new_group(backend='gloo')")
+def _all_reduce_options(opts: Any) -> dist.AllreduceOptions:
+    """Returns options with the op of some other collective's."""
+    options = dist.AllreduceOptions()
+    if opts is not None:
+        options.reduceOp = opts.reduceOp
+    return options

@@ -1,15 +1,13 @@
 """
 The vote board: words in shared memory by which the ranks of one host agree on a call without messages.
 
-Each rank writes its vote (round and digest) to its own control block. Rank 0 writes the open round, the last round
-decided with "go", and whether votes are paused. A rank waits by checking, spinning, and sleeping at a bell (a futex).
+Rounds are numbered from 1, and one is open at a time, in which each rank may vote once. `control.voting` casts the
+votes (round and digest), each in its rank's control block. Rank 0's `coordinator` alone decides the round, which opens
+the next. Each word has one writer (rank 0's are written under a lock of the coordinator), except the bells (futexes),
+of which only the change matters.
 
 A vote may come with a few bytes of data: after a go every rank has all ranks' bytes, and needs no further word. They
 lie in slots that take turns with each such go; `ops.direct` reads them.
-
-Rounds are numbered from 1, and one is open at a time. Each rank may vote once in it. Rank 0's process alone decides the
-round, which opens the next. `control.voting` casts the votes, and the `coordinator` decides them. Each word has one
-writer (rank 0's are written under a lock of the coordinator), except the bells, of which only the change matters.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ class HasBoard(Protocol):
 class VoteData(Payloads):
     """One rank's view of a slot of the data that ranks write beside their votes.
 
-    After a go each rank reads all ranks' data. A thread whose call was handed over to another may go on to read its
-    slot: what it makes then is dropped.
+    A thread whose call was handed over to another may go on to read its slot: what it makes then is dropped.
     """
 
     def __init__(self, rank: int, pieces: Sequence[Tensor]) -> None:
@@ -58,7 +55,6 @@ class VoteData(Payloads):
         self._arithmetics: dict[tuple[object, torch.dtype], Arithmetic] = {}
 
     def write(self, address: int, nbytes: int) -> None:
-        """Copies this rank's data, ``nbytes`` at ``address``."""
         ctypes.memmove(self._own, address, nbytes)
 
     def copy(self) -> VoteData:
@@ -66,7 +62,7 @@ class VoteData(Payloads):
         return VoteData(self._rank, [piece.clone() for piece in self.pieces])
 
     def reduced(self, op: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Returns all ranks' tensors of this shape, reduced by an op of torch.distributed as `reductions` does it."""
+        """Returns all ranks' tensors of this shape, reduced by an op of torch.distributed as `collectives` do it."""
         arithmetic = self._arithmetics.get((op, dtype))
         if arithmetic is None:
             arithmetic = Arithmetic(op, dtype, len(self.pieces))
@@ -135,7 +131,7 @@ class Board:
         return self._of_rank_0[_GO] == number
 
     def wait(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``is_over()`` is true, for at most ``timeout_s``; returns whether it is.
+        """Waits until ``is_over()``, for at most ``timeout_s``; returns whether it is.
 
         It is checked at each decision, and on rank 0 also when all have voted.
         """
@@ -157,7 +153,7 @@ class Board:
         finally:
             self._own[_ASLEEP] = 0
 
-    # -- by rank 0
+    # -- by rank 0; to decide or pause needs the coordinator's lock
 
     def have_all_voted(self, number: int) -> bool:
         """Whether every rank has voted in round ``number``."""
@@ -173,10 +169,7 @@ class Board:
         return all(digest == self._own_digest for digest in self._digests)
 
     def decide(self, *, go: bool, has_data: bool = False) -> None:
-        """Decide the open round, and open the next. The caller holds the coordinator's lock.
-
-        ``has_data`` is whether the votes of a go came with data.
-        """
+        """Decides the open round, and opens the next; ``has_data``: the votes of a go came with data."""
         number = self._own[_OPEN]
         last = self._own[_WITH_DATA]
         # The thread that decides may be interrupted anywhere, and another decide or close the round: what is written
@@ -194,7 +187,7 @@ class Board:
             self._ring(_OF_VOTES)
 
     def pause(self, *, is_paused: bool) -> None:
-        """Advise the ranks not to vote, or to vote again. The caller holds the coordinator's lock."""
+        """Advises the ranks not to vote, or to vote again."""
         self._own[_PAUSED] = int(is_paused)
         fence()
 

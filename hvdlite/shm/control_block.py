@@ -52,8 +52,8 @@ _VOTE_DATA_START = _PAYLOADS_START + WINDOW * PAYLOAD_BYTES
 VOTE_SLOTS = 2
 CONTROL_BLOCK_BYTES = _VOTE_DATA_START + VOTE_SLOTS * PAYLOAD_BYTES
 
-# An operation's signature: its number; kind, op, dtype, root; elements; and `extra` (a factor).
-SIGNATURE = struct.Struct("=QHHHHQQ")
+# An operation's signature: its number; kind, op, dtype, root; elements.
+SIGNATURE = struct.Struct("=QHHHHQ")
 # The location of its data: how, the offset and bytes of the piece, and the position within it.
 _PLACE = struct.Struct("=QQQQ")
 
@@ -82,7 +82,7 @@ _barrier = forks.lock_of_process()
 
 @dataclass(frozen=True, slots=True)
 class DataLocation:
-    """The location of a rank's data in an operation; ``how`` is NOWHERE, INLINE, RESIDENT or STAGED."""
+    """Where a rank's data are in an operation; ``how`` is NOWHERE, INLINE, RESIDENT or STAGED."""
 
     how: int
     offset: int = 0
@@ -139,23 +139,22 @@ class ControlBlock:
     # -- written by its own rank
 
     def write_header(self, number: int, signature: bytes, place: DataLocation) -> None:
-        """Write the header of operation ``number``. Other ranks may read it once `POSTED` says so."""
+        """Writes the header of operation ``number``, which others may read once `POSTED` says so."""
         header = self._headers[number % WINDOW]
         header[: SIGNATURE.size] = signature
         _PLACE.pack_into(header, SIGNATURE.size, place.how, place.offset, place.nbytes, place.within)
 
     def leave(self, state: int) -> None:
-        """Set the state to one in which this rank takes part no more."""
         self.words[_STATE] = state
 
     def write_reason(self, since_ns: int, reason: str) -> None:
-        """Write why this rank revokes the engine, cut to the room there is. Called before the state is `REVOKED`."""
+        """Writes why this rank revokes the engine, cut to the room there is; before the state is `REVOKED`."""
         words = reason.encode()[: len(self._reason) - _REASON.size].decode(errors="ignore").encode()
         _REASON.pack_into(self._reason, 0, since_ns, len(words))
         self._reason[_REASON.size : _REASON.size + len(words)] = words
 
     def sleep(self, counter: int, value: int) -> None:
-        """Announce that this rank sleeps until every rank's ``counter`` has reached ``value``."""
+        """Announces that this rank sleeps until every rank's ``counter`` has reached ``value``."""
         self.words[_AWAITED] = value
         self.words[_AWAITED + 1] = counter + 1
 
@@ -174,7 +173,7 @@ class ControlBlock:
         return since_ns, bytes(self._reason[_REASON.size : _REASON.size + length]).decode()
 
     def awaits(self, counter: int) -> int | None:
-        """Returns the value of ``counter`` that this rank sleeps for, or None if it does not."""
+        """Returns the value of ``counter`` that this rank sleeps for, if it does."""
         words = self.words
         return words[_AWAITED] if words[_AWAITED + 1] == counter + 1 else None
 
@@ -183,7 +182,6 @@ class ControlBlock:
         return self._signatures[number % WINDOW]
 
     def place(self, number: int) -> DataLocation:
-        """Returns the location of the data of such an operation."""
         return DataLocation(*_PLACE.unpack_from(self._headers[number % WINDOW], SIGNATURE.size))
 
     # -- the bell: one word in rank 0's control block, on which all ranks of the engine sleep
@@ -193,7 +191,7 @@ class ControlBlock:
         return self._half_words[_BELL * 2]
 
     def ring(self) -> None:
-        """Change the word. Two ranks may ring at once and change it once: both have written their counters before."""
+        """Changes the word. Two ranks may ring at once and change it once: both have written their counters before."""
         self._half_words[_BELL * 2] = (self._half_words[_BELL * 2] + 1) % 2**32
 
 

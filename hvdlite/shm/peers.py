@@ -1,9 +1,8 @@
 """
-Waits for the counters of an engine's other ranks, and detects ranks that have died.
+`Peers`: waits for the counters of an engine's other ranks, and detects ranks that have died.
 
-`Peers.advance` writes a counter of this rank's control block; the last rank to reach a value that others sleep for
-rings the bell (a futex). `Peers.wait_for` checks the counters, spins, then sleeps at the bell, and checks now and then
-for dead ranks and the deadline. `shm_operation` and `queue` call these; `setup` makes a `Peers` for each engine.
+The last rank to reach a value that others sleep for rings the bell (a futex). Who waits checks the counters, spins,
+then sleeps at the bell, and checks now and then for dead ranks and the deadline.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class Peers:
                 return
 
     def reached(self, counter: int, value: int) -> bool:
-        """Whether every other rank's ``counter`` has reached ``value``."""
+        """Whether every other rank's ``counter`` is at ``value`` or beyond."""
         for words in self._others:  # a generator would take longer than the rest of this method
             if words[counter] < value:
                 return False
@@ -109,10 +108,10 @@ class Peers:
         return self._cores > self.size * torch.get_num_threads()
 
     def wait_for(self, counter: int, value: int, deadline: float, *, may_spin: bool = True) -> None:
-        """Wait until every rank's ``counter`` has reached ``value``.
+        """Waits until every rank's ``counter`` has reached ``value``; ``may_spin``: this thread has a core to itself.
 
-        Raises a RuntimeError if a late rank has died, left or failed, or misses the ``deadline`` (by `time.monotonic`);
-        a LostError if a rank has revoked the engine. ``may_spin``: this thread has a core to itself.
+        A RuntimeError if a late rank has died, left or failed, or misses the ``deadline`` (by `time.monotonic`); a
+        LostError if a rank has revoked the engine.
         """
         if self.reached(counter, value):
             return
@@ -137,14 +136,14 @@ class Peers:
             own.awake()
 
     def leave(self, state: int) -> None:
-        """Set this rank's state to ``LEFT`` or ``FAILED``, and wake the others, so that they do not wait for it."""
+        """Sets this rank's state to ``LEFT`` or ``FAILED``, so that the others do not wait for it."""
         if self.own.state == OPEN:
             self.own.leave(state)
             fence()
             self._wake()
 
     def revoke(self, reason: str) -> None:
-        """End the waits of all ranks with a LostError of this reason, unless this rank has left before."""
+        """Ends the waits of all ranks with a LostError of this reason, unless this rank has left before."""
         if self.own.state == OPEN:
             self.own.write_reason(time.monotonic_ns(), reason)
             fence()
@@ -153,7 +152,6 @@ class Peers:
             self._wake()
 
     def close(self) -> None:
-        """Close the pidfds that watch the other processes."""
         close_all(self._lives)
 
     def describe(self, group_rank: int) -> str:
@@ -165,7 +163,6 @@ class Peers:
         wake(self._bell.bell_address)
 
     def _require_alive(self, counter: int, value: int) -> None:
-        """Raise if a rank whose counter is late has died, left or failed, or the engine is revoked."""
         gone = {fd for fd, _ in self._poll.poll(0)} if self._lives else set()
         dead = [
             group_rank
@@ -184,8 +181,7 @@ class Peers:
                 raise self._gone(group_rank)
         for group_rank in late:
             if states[group_rank] == FAILED:
-                # The failed rank may have failed because of a dead rank, which this rank no longer waits for: name that
-                # one.
+                # Perhaps because of a dead rank, which this rank no longer waits for: name that one.
                 if dead:
                     raise self._gone(dead[0])
                 raise RuntimeError(

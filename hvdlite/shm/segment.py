@@ -117,12 +117,9 @@ class Segment:
         forks.when_forked(self)
 
     def allocate(self, nbytes: int, *, is_permanent: bool = False, populates: bool = True) -> Piece:
-        """Returns new memory, all zeros. Raises a NoMemoryError if there is not enough.
+        """Returns new memory, all zeros, or raises a NoMemoryError; ``populates`` is as in `see`.
 
-        ``populates`` is as in `see`: the memory is this rank's in either case.
-
-        A piece that others may read after this rank has moved on or ended must be ``is_permanent``: it lasts as long as
-        the file.
+        A piece that others may read after this rank has moved on must be ``is_permanent``: it lasts like the file.
         """
         length = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._held():
@@ -164,10 +161,9 @@ class Segment:
         return (offset, nbytes, within) if within + tensor.numel() * tensor.element_size() <= nbytes else None
 
     def see(self, address: Address, offset: int, nbytes: int, *, populates: bool = True) -> Piece:
-        """Map a piece of a rank's file, at the address and offset that the rank has sent.
+        """Maps a piece of a rank's file; a NoMemoryError if that cannot be opened, is another user's, or is too short.
 
-        Unless it ``populates`` all pages at once, `populate` does so for those that are used. Raises a NoMemoryError
-        if the file cannot be opened, is another user's, or is too short.
+        Unless it ``populates`` all pages at once, `populate` does so for those that are used.
         """
         with self._held():
             fd = self._fds.get(address)
@@ -189,10 +185,10 @@ class Segment:
             return _map(fd, offset, nbytes, unmaps=True, populates=populates)
 
     def unsee(self, address: Address, piece: Piece) -> None:
-        """Drop what is kept of a piece that `see` returned: it is unmapped when nothing else refers to it."""
+        """Drops what is kept of a piece that `see` returned: it is unmapped when nothing else refers to it."""
 
     def forget(self, is_gone: Callable[[int], bool]) -> None:
-        """Close the files of other processes that are gone, by their pids. Existing mappings stay."""
+        """Closes the files of other processes that are gone, by their pids. Existing mappings stay."""
         with self._held():
             for address in [each for each in self._fds if each != self.address and is_gone(each.pid)]:
                 os.close(self._fds.pop(address))
@@ -254,7 +250,6 @@ class KeptSegment(Segment):
         self._slots_in_use = 0
 
     def see(self, address: Address, offset: int, nbytes: int, *, populates: bool = True) -> Piece:
-        """Does what `Segment.see` does; maps only what is not mapped yet."""
         key = (address, offset, nbytes)
         piece = self._seen.get(key) or self._seen_before.get(key)
         if piece is None:
@@ -287,7 +282,7 @@ class KeptSegment(Segment):
 
 
 class KeptMemory:
-    """This process's kept segment, and the processes that may have mapped it. The main thread's."""
+    """This process's kept segment, and the processes that may have mapped it. For the main thread."""
 
     def __init__(self) -> None:
         self._segment: KeptSegment | None = None
@@ -306,10 +301,7 @@ class KeptMemory:
         self._closed.append(wait_until_quiet)
 
     def wait_until_quiet(self) -> None:
-        """Waits until no thread of this process writes to the memory of other ranks any more.
-
-        Call it after the engines are closed, and before hvdlite-run is asked for a rank in the next generation.
-        """
+        """Waits until no thread of this process writes to the memory of other ranks any more."""
         while self._closed:
             self._closed.pop()()
 
@@ -369,7 +361,7 @@ def populate(part: Tensor) -> None:
 
 def _map(fd: int, offset: int, length: int, *, unmaps: bool, populates: bool = True) -> Piece:
     """Map a piece of a file; it ``unmaps`` itself when nothing refers to it any more, or the caller has to do it."""
-    # MAP_POPULATE, since page faults one by one would take longer than the first use itself. Not Python's mmap, which
+    # Populated, since page faults one by one would take longer than the first use itself. Not Python's mmap, which
     # keeps a file descriptor open for each piece of each rank.
     flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populates else 0)
     address = _mapped(None, length, flags, fd, offset)
@@ -393,8 +385,7 @@ def _checked(address: int) -> int:
 def _make_private(pointer: int, length: int, fd: int | None, offset: int) -> None:
     """Has what is written to a mapped piece from now on stay in this process.
 
-    Pages are copied when they are written to, so that workers of a DataLoader do not each take as much memory as the
-    gradients. Until then they show what the parent and its engine write.
+    Pages are copied when they are written to, so that workers of a DataLoader do not each take the gradients' memory.
     """
     try:
         if fd is not None:

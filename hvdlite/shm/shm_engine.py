@@ -24,7 +24,7 @@ from ..comm.engine import Engine, EngineState, LostError
 from ..comm.flat_bytes import pieces_of
 from ..log import log
 from . import collectives
-from .arithmetic import DTYPES, Arithmetic, factor_of
+from .arithmetic import DTYPES, Arithmetic
 from .board import Board
 from .control_block import LEFT, PAYLOAD_BYTES
 from .queue import Queue, ShmWork
@@ -61,7 +61,7 @@ class ShmEngine(Engine):
         self._numbers = itertools.count(1)
         self._calling = threading.Lock()
         self._when_closed = when_closed
-        self._arithmetics: dict[tuple[object, torch.dtype, float | None], Arithmetic] = {}
+        self._arithmetics: dict[tuple[object, torch.dtype], Arithmetic] = {}
         # Whether this is a forked child's copy: only the parent's takes part.
         self._is_copy = False
         forks.when_forked(self)
@@ -74,10 +74,7 @@ class ShmEngine(Engine):
         self._queue.leave_to_parent(RuntimeError(why))
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Returns a flat tensor of zeros that is reduced in place, for data reduced often; None if there is no memory.
-
-        The first time that memory is missing on this rank it logs a warning.
-        """
+        """Returns a flat tensor of zeros that is reduced in place; None, and once a warning, if there is no memory."""
         nbytes = numel * dtype.itemsize
         segment = self._context.segment
         try:
@@ -244,12 +241,12 @@ class ShmEngine(Engine):
     ) -> ShmWork:
         """Begins ``collective`` with these arguments; what ranks compare besides is in the other ones."""
         queue = self._queue
-        op_number, extra = (0, 0) if arithmetic is None else (arithmetic.op_number, arithmetic.factor_bits)
+        op_number = 0 if arithmetic is None else arithmetic.op_number
         with self._calling:
             self._state.require_open()
             number = next(self._numbers)
             operation = ShmOperation(
-                self._context, number, _KIND[kind], op_number, _DTYPE.get(dtype, _UINT8), root, numel, extra
+                self._context, number, _KIND[kind], op_number, _DTYPE.get(dtype, _UINT8), root, numel
             )
             work = ShmWork(queue, tensors, operation, collective(operation, *arguments))
             # Data that fit a payload are shown at once, so the others wait for nothing else of this rank.
@@ -258,11 +255,10 @@ class ShmEngine(Engine):
         return work
 
     def _arithmetic(self, op: Any, dtype: torch.dtype) -> Arithmetic:
-        kind, factor = op.op, factor_of(op)
-        key = (kind, dtype, factor)
+        key = (op.op, dtype)
         made = self._arithmetics.get(key)
         if made is None:
-            made = self._arithmetics[key] = Arithmetic(kind, dtype, self.size, factor)
+            made = self._arithmetics[key] = Arithmetic(op.op, dtype, self.size)
         return made
 
 

@@ -8,8 +8,6 @@ other data in chunks, through a few staging slots in turn.
 from __future__ import annotations
 
 import ctypes
-import struct
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 
@@ -88,21 +86,21 @@ class ShmOperation:
     """One collective call; it has the same number on all ranks."""
 
     def __init__(
-        self, context: EngineContext, number: int, kind: int, op: int, dtype: int, root: int, numel: int, extra: int
+        self, context: EngineContext, number: int, kind: int, op: int, dtype: int, root: int, numel: int
     ) -> None:
-        """Everything from ``number`` to ``extra`` must be equal on all ranks.
+        """Everything from ``number`` on must be equal on all ranks.
 
-        ``op`` and ``dtype`` are indices into `OPS` and `DTYPES`. ``extra`` is a factor's bits, or 0.
+        ``kind``, ``op`` and ``dtype`` are indices into `KINDS`, `OPS` and `DTYPES`.
         """
         self.context = context
         self.peers = context.peers
         self.number = number
         self.payloads = context.peers.payloads[number % WINDOW]
-        self._signature = SIGNATURE.pack(number, kind, op, dtype, root, numel, extra)
+        self._signature = SIGNATURE.pack(number, kind, op, dtype, root, numel)
         self.end = self.after(_ALL_CHUNKS)
 
     def after(self, chunks: int) -> int:
-        """Returns a counter's value once this many chunks of this operation are done."""
+        """Returns a counter's value once this many chunks are done."""
         return self.number << _CHUNK_BITS | chunks
 
     def has_room(self) -> Condition:
@@ -112,16 +110,15 @@ class ShmOperation:
     # -- showing
 
     def show_nothing(self) -> None:
-        """Post that this rank has no data for this operation."""
         self._show(DataLocation(NOWHERE))
 
     def show_payload(self, data: Tensor) -> None:
-        """Copy the bytes of a contiguous tensor, at most `PAYLOAD_BYTES`, to the payload, and post them."""
+        """Posts the bytes of a contiguous tensor, at most `PAYLOAD_BYTES`."""
         ctypes.memmove(self.peers.own.payload_addresses[self.number % WINDOW], data.data_ptr(), data.nbytes)
         self._show(DataLocation(INLINE))
 
     def show_resident(self, data: Tensor) -> bool:
-        """Post data for the others to read in place; returns False if they are not in this rank's segment."""
+        """Posts data for the others to read in place; returns False if they are not in this rank's segment."""
         segment = self.context.segment
         # Before `POSTED`, so that the others know it when they read where the data are.
         self.peers.own.words[FREED] = segment.freed
@@ -136,7 +133,7 @@ class ShmOperation:
         self.peers.advance(POSTED, self.end)
 
     def stage(self, chunk: int, chunks: int, pieces: Sequence[tuple[int, Tensor]]) -> Steps:
-        """Copy one chunk into a slot; ``pieces`` are bytes, each with its position in the slot."""
+        """Copies one chunk into a slot; ``pieces`` are bytes, each with its position in the slot."""
         context = self.context
         number = context.staged % _SLOTS
         yield DONE, context.read_at[number]
@@ -197,7 +194,7 @@ class ShmOperation:
 
     @cached_property
     def places(self) -> list[DataLocation]:
-        """The location of each rank's data. Valid once all have posted."""
+        """Where each rank's data are. Valid once all have posted."""
         return [control_block.place(self.number) for control_block in self.peers.control_blocks]
 
     def chunk_of(self, group_rank: int, chunk: int) -> Tensor:
@@ -221,12 +218,12 @@ class ShmOperation:
         return [group_rank for group_rank in late if group_rank != peers.rank]
 
     def finish(self) -> None:
-        """Record that this rank has read all that it needs."""
+        """Notes that this rank has read all that it needs."""
         self.peers.advance(DONE, self.end)
 
 
 def _words(signature: memoryview) -> str:
-    _, kind, op, dtype, root, numel, factor = SIGNATURE.unpack(signature)
+    _, kind, op, dtype, root, numel = SIGNATURE.unpack(signature)
     name = KINDS[kind]
     if name == "barrier":
         return "waits at a barrier"
@@ -235,8 +232,6 @@ def _words(signature: memoryview) -> str:
     words = f"begins {'an' if name[0] == 'a' else 'a'} {name} of {count}{DTYPES[dtype]}"
     if name in ("all-reduce", "reduce-scatter"):
         words += f" by {str(OPS[op]).rpartition('.')[2]}"
-        if factor:
-            words += f" with {struct.unpack('=d', factor.to_bytes(8, sys.byteorder))[0]}"
     return f"{words} from rank {root}" if name == "broadcast" else words
 
 

@@ -70,7 +70,7 @@ def test_each_byte_goes_through_the_segment_once_and_into_the_result_once(size: 
     slots = [(end - SLOTS_BYTES, end) for end in ends]
     steps = []
     for engine, source, result in zip(engines, sources, results, strict=True):
-        operation = ShmOperation(engine._context, 1, 0, 0, 0, 0, numel, 0)
+        operation = ShmOperation(engine._context, 1, 0, 0, 0, 0, numel)
         into, read = (tensor.view(torch.uint8) for tensor in (result, source))
         arithmetic = Arithmetic(SUM, torch.float32, size)
         collective = SharedAllReduce(operation, into, torch.float32, arithmetic, into if in_place else read)

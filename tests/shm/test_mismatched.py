@@ -56,12 +56,6 @@ CASES: dict[str, tuple[Callable[[ShmEngine], Any], Callable[[ShmEngine], Any], s
         "by MIN",
         "by MAX",
     ),
-    "factor": (
-        lambda engine: begin_all_reduce(engine, torch.ones(2), dist._make_nccl_premul_sum(2.0)),
-        lambda engine: begin_all_reduce(engine, torch.ones(2), dist._make_nccl_premul_sum(3.0)),
-        "by PREMUL_SUM with 2.0",
-        "by PREMUL_SUM with 3.0",
-    ),
     "dtype": (
         lambda engine: begin_all_reduce(engine, torch.ones(2)),
         lambda engine: begin_all_reduce(engine, torch.ones(2, dtype=torch.int32)),

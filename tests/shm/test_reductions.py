@@ -19,8 +19,6 @@ from hvdlite.shm.shm_operation import CHUNK_BYTES
 
 Op: Any = dist.ReduceOp.RedOpType
 BITWISE = {Op.BAND: operator.and_, Op.BOR: operator.or_, Op.BXOR: operator.xor}
-SCALING = (Op.AVG, Op.PREMUL_SUM)
-FACTOR = 0.75
 # In torch the sum of bools is their or, and the product their and.
 OF_BOOLS = {Op.SUM: operator.or_, Op.PRODUCT: operator.and_, Op.MIN: min, Op.MAX: max, **BITWISE}
 OF_INTS = {Op.SUM: operator.add, Op.PRODUCT: operator.mul, Op.MIN: min, Op.MAX: max, **BITWISE}
@@ -33,13 +31,9 @@ def is_inexact(dtype: torch.dtype) -> bool:
 def is_refused(op: Any, dtype: torch.dtype) -> bool:
     return (
         (op in BITWISE and is_inexact(dtype))
-        or (op in SCALING and not is_inexact(dtype))
+        or (op == Op.AVG and not is_inexact(dtype))
         or (op in (Op.MIN, Op.MAX) and dtype.is_complex)
     )
-
-
-def as_reduce_op(op: Any) -> Any:
-    return dist._make_nccl_premul_sum(FACTOR) if op == Op.PREMUL_SUM else op
 
 
 def values_of(dtype: torch.dtype, numel: int, rank: int) -> torch.Tensor:
@@ -73,8 +67,6 @@ def reference(op: Any, terms: Sequence[torch.Tensor]) -> torch.Tensor:
     total = reduce(fold, [term.to(wide) for term in terms])
     if op == Op.AVG:
         total = total / len(terms)
-    if op == Op.PREMUL_SUM:
-        total = total * FACTOR
     return total.to(dtype)
 
 
@@ -112,9 +104,9 @@ def check_every_op_and_dtype(size: int, numel: int, where: str) -> None:
                 tensor = placed(engine, values_of(dtype, numel, engine.rank), where)
                 if is_refused(op, dtype):
                     with pytest.raises(ValueError, match=str(op).rpartition(".")[2]):
-                        begin_all_reduce(engine, tensor, as_reduce_op(op))
+                        begin_all_reduce(engine, tensor, op)
                     continue
-                begin_all_reduce(engine, tensor, as_reduce_op(op)).wait()
+                begin_all_reduce(engine, tensor, op).wait()
                 results[op, dtype] = bits(tensor)
         return results
 
