@@ -181,8 +181,8 @@ class Group:
         engine = self._engine
         if engine is None:
             raise CommunicationError(
-                f"{self._failed(what)}: hvd.shutdown(), hvd.remove_process_set() or the optimizer's close() was called "
-                "before: call hvd.init() again after a shutdown, else make a new optimizer"
+                f"{_failed(self, what)}: hvd.shutdown(), hvd.remove_process_set() or the optimizer's close() was "
+                "called before: call hvd.init() again after a shutdown, else make a new optimizer"
             )
         return engine
 
@@ -198,12 +198,9 @@ class Group:
         """Returns the global number and the host of a rank of the group, such as ``rank 3 (node2)``."""
         return f"rank {self.ranks[rank]} ({self.hosts[rank]})"
 
-    def _failed(self, what: str) -> str:
-        return f"{what} failed on {self.describe_rank(self.rank)}"
-
     def error_of(self, what: str, error: BaseException) -> CommunicationError:
         """Converts an engine's error to hvdlite's own."""
-        where = self._failed(what)
+        where = _failed(self, what)
         if isinstance(error, RevokedError):
             return type(error)(f"{where}: {error}")
         # Gloo says the second of what else was in progress, since it closes all connections then.
@@ -213,22 +210,8 @@ class Group:
                 f"different collectives; if it is only slow, raise hvd.init(timeout_s=...). ({_first_line(error)})"
             )
         if isinstance(error, PeerGoneError) or says_peer_lost(error):
-            return self._error_of_end(where, error)
+            return _error_of_end(self, where, error)
         return CommunicationError(f"{where}: {_first_line(error)}")
-
-    def _error_of_end(self, where: str, error: BaseException) -> CommunicationError:
-        seen = self.ranks[error.group_rank] if isinstance(error, PeerGoneError) else None
-        rank, ended_normally = self._watch.first_end() or (seen, False)
-        if rank is None or rank not in self.ranks:
-            return PeerLostError(f"{where} because {UNKNOWN_END}: {LOOK_THERE}. ({_first_line(error)})")
-        end = describe_end(self.describe_rank(self.ranks.index(rank)), ended_normally)
-        if ended_normally:
-            return CommunicationError(
-                f"{where} because {end}: every rank must take the same number of steps and call the same collectives; "
-                "for ranks with fewer batches see hvd.join(). If it called sys.exit(), look at its output. "
-                f"({_first_line(error)})"
-            )
-        return PeerLostError(f"{where} because {end}: {LOOK_THERE}. ({_first_line(error)})")
 
     def group_rank_of_root(self, root_rank: object, what: str) -> int:
         """Returns the rank in this group of a root given by its global rank; a ValueError if it is not a member."""
@@ -399,8 +382,8 @@ class Group:
         for group_rank, (length, _) in enumerate(read):
             if at_most_bytes is not None and length > at_most_bytes:
                 raise CommunicationError(
-                    f"{self._failed(what)}: {self.describe_rank(group_rank)} sends {length} bytes, more than the limit "
-                    f"of {at_most_bytes}"
+                    f"{_failed(self, what)}: {self.describe_rank(group_rank)} sends {length} bytes, more than the "
+                    f"limit of {at_most_bytes}"
                 )
         parts = self.all_gather(_tensor_of(data), what, [length for length, _ in read])
         return [call.checked(parts[rank], read[rank][1], rank) for rank in range(self.size)]
@@ -459,6 +442,25 @@ def _owned(group: Group, made: Group) -> Group:
     return made
 
 
+def _failed(group: Group, what: str) -> str:
+    return f"{what} failed on {group.describe_rank(group.rank)}"
+
+
+def _error_of_end(group: Group, where: str, error: BaseException) -> CommunicationError:
+    seen = group.ranks[error.group_rank] if isinstance(error, PeerGoneError) else None
+    rank, ended_normally = group._watch.first_end() or (seen, False)
+    if rank is None or rank not in group.ranks:
+        return PeerLostError(f"{where} because {UNKNOWN_END}: {LOOK_THERE}. ({_first_line(error)})")
+    end = describe_end(group.describe_rank(group.ranks.index(rank)), ended_normally)
+    if ended_normally:
+        return CommunicationError(
+            f"{where} because {end}: every rank must take the same number of steps and call the same collectives; "
+            "for ranks with fewer batches see hvd.join(). If it called sys.exit(), look at its output. "
+            f"({_first_line(error)})"
+        )
+    return PeerLostError(f"{where} because {end}: {LOOK_THERE}. ({_first_line(error)})")
+
+
 @functools.cache
 def _all_reduce_options(op: ReduceOp) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
@@ -506,7 +508,7 @@ class _SignedCall:
 
     def _forged(self, group_rank: int) -> CommunicationError:
         return CommunicationError(
-            f"{self.group._failed(self.what)}: the data received from {self.group.describe_rank(group_rank)} are not "
+            f"{_failed(self.group, self.what)}: the data received from {self.group.describe_rank(group_rank)} are not "
             "signed with this job's key for this call: something on the network between the two has changed or "
             "replaced them"
         )

@@ -216,7 +216,8 @@ class CollectiveWatch:
         # Reports to the other ranks that this rank has lost another one, and may fail because of it.
         self.say_lost: Callable[[], None] = lambda: None
         self._heard = threading.Event()
-        self._first_end: tuple[int, bool] | None = None
+        # The first rank to end, and whether normally, as in `record_first_end`; None if none is known yet.
+        self.known_end: tuple[int, bool] | None = None
 
     def blocked(self) -> dict[int, tuple[str, float, CollectiveId | None]]:
         """Returns, by thread ident, the name of the collective it is blocked in, the wait's start, and its id."""
@@ -228,8 +229,8 @@ class CollectiveWatch:
 
         Later calls count for waits in the store alone.
         """
-        if self._first_end is None:
-            self._first_end = (rank, ended_normally)
+        if self.known_end is None:
+            self.known_end = (rank, ended_normally)
         self._heard.set()
         self.ends.record_end(rank, ended_normally)
 
@@ -237,18 +238,13 @@ class CollectiveWatch:
         """Record that the first rank to end cannot be known any more."""
         self._heard.set()
 
-    @property
-    def known_end(self) -> tuple[int, bool] | None:
-        """The first rank to end and its ``ended_normally`` (see `record_first_end`), or None if none is known now."""
-        return self._first_end
-
     def first_end(self) -> tuple[int, bool] | None:
         """Returns `known_end` to a rank that has lost another, after up to 3 s for the controller to tell it."""
         # Report it before this rank closes anything, so that no other rank takes this rank's end for the first one.
         self.say_lost()
         if self.listening_thread not in (None, threading.get_ident()):
             self._heard.wait(_WORD_S)
-        return self._first_end
+        return self.known_end
 
 
 @dataclass(eq=False)

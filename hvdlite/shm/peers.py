@@ -130,7 +130,8 @@ class Peers:
                 self._require_alive(counter, value)
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
-                    raise RuntimeError(self._words_of_timeout(counter, value))
+                    late = ", ".join(map(self.describe, self.late(counter, value)))
+                    raise RuntimeError(f"timed out after {self.timeout_s:g} s: {late} did not reach this collective")
                 sleep_while(bell.bell_address, ring, min(_WATCH_S, left_s))
         finally:
             own.awake()
@@ -194,7 +195,3 @@ class Peers:
             f"{self.describe(group_rank)} {how} (connection closed by peer): look for that rank's own error",
             group_rank,
         )
-
-    def _words_of_timeout(self, counter: int, value: int) -> str:
-        late = ", ".join(map(self.describe, self.late(counter, value)))
-        return f"timed out after {self.timeout_s:g} s: {late} did not reach this collective"

@@ -187,12 +187,7 @@ class Queue:
             self._begin(work, self._works[-1] if self._works else None)
             self._works.append(work)
         # Earlier operations may be ready by now.
-        if self._carrying.acquire(blocking=False):
-            try:
-                while self._step(may_wait=False):
-                    pass
-            finally:
-                self._let_go()
+        self._carry_on_without_waiting()
         # An operation that found no room must still begin when there is, because other ranks may wait for it, even if
         # no thread here does.
         if (in_background or not work.has_begun) and not work.is_done:
@@ -243,19 +238,13 @@ class Queue:
     def revoke(self, error: LostError) -> None:
         """Ends all operations, now and later, with this error, unless the queue has failed before.
 
-        Those that all ranks have come to are done first, since some ranks may have done them. It waits for no rank. A
-        thread that is carrying out the queue finds the revocation in the peers' states.
+        Those that all ranks have come to are done first, since some ranks may have done them. A thread that is carrying
+        out the queue finds the revocation in the peers' states.
         """
         with self._works_lock:
             if self._failure is None:
                 self._failure = error
-        if self._carrying.acquire(blocking=False):
-            try:
-                while self._step(may_wait=False):
-                    pass
-                self._fail(error)
-            finally:
-                self._let_go()
+        self._carry_on_without_waiting(error)
         self.run_callbacks()
 
     def close(self) -> None:
@@ -307,6 +296,17 @@ class Queue:
                 self._let_others_look()
                 self.run_callbacks()
 
+    def _carry_on_without_waiting(self, failure: LostError | None = None) -> None:
+        """Carries out what is ready, unless another thread does so; then fails the rest, if there is a ``failure``."""
+        if self._carrying.acquire(blocking=False):
+            try:
+                while self._step(may_wait=False):
+                    pass
+                if failure is not None:
+                    self._fail(failure)
+            finally:
+                self._let_go()
+
     def _take_over(self, work: ShmWork) -> bool:
         """Waits for the right to carry out the queue; returns False if ``work`` is done before."""
         if self._carrying.acquire(blocking=False):
@@ -324,7 +324,6 @@ class Queue:
                 self._standing_by -= 1
 
     def _let_go(self) -> None:
-        """Releases the right to carry out the queue."""
         self._carrying.release()
         self._let_others_look()
 
