@@ -11,7 +11,7 @@ import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -71,16 +71,20 @@ def check_predivide(factor: object, op: ReduceOp) -> float:
     return number
 
 
+def _refuse_beside(given: str, others: Mapping[str, bool]) -> None:
+    """Raises ValueError if one of the others, whose words say why, is given beside an argument."""
+    for what, is_given in others.items():
+        if is_given:
+            raise ValueError(f"{given} does not work with {what}: leave one of them out")
+
+
 def check_codec(compression: object, op: ReduceOp) -> tuple[ResolvedCompression, Encoding | None]:
     """Returns the compression, or none and the codec that was given in its place; ValueError for that with Adasum."""
     if not isinstance(compression, EncodingTypes):
         own = ".none, .fp16, .bf16, .int8, .int4, .topk() or .powersgd()"
         return check_compression(compression, own), None
-    if op == Adasum:
-        raise ValueError(
-            f"compression={compression!r} does not work with op=hvd.Adasum, which needs all ranks' steps as they are: "
-            "use hvd.Compression.fp16, or another op"
-        )
+    why = "op=hvd.Adasum, which needs all ranks' steps as they are"
+    _refuse_beside(f"compression={compression!r}", {why: op == Adasum})
     if isinstance(compression, Codec):
         check_blocks(compression)
     return Compression.none, compression
@@ -93,15 +97,14 @@ def check_sparse_as_dense(wanted: object) -> bool:
     return bool(wanted)
 
 
+_ADASUM = "op=hvd.Adasum, which combines what each rank's step has changed"
+
+
 def check_step_on_arrival(wanted: object, op: ReduceOp) -> bool:
     """Returns the argument. Raises ValueError with Adasum, which has no averages before the step."""
     if not isinstance(wanted, bool):
         raise ValueError(f"step_on_arrival={shown(wanted)} is neither True nor False")
-    if wanted and op == Adasum:
-        raise ValueError(
-            "step_on_arrival=True does not work with op=hvd.Adasum, which combines what each rank's step has changed: "
-            "leave out one of them"
-        )
+    _refuse_beside("step_on_arrival=True", {_ADASUM: wanted and op == Adasum})
     return wanted
 
 
@@ -114,17 +117,14 @@ def check_outer(outer: object, settings: Settings) -> AnyOuter | None:
             f"outer={shown(outer)} is neither an hvd.LocalSGD nor an hvd.DiLoCo: pass one, such as "
             "hvd.LocalSGD(sync_every=8)"
         )
-    why = {
-        "op=hvd.Adasum, which combines the changes of every step": settings.op == Adasum,
+    own_compression = "no gradients go between hosts (DiLoCo has a compression= of its own)"
+    others = {
+        _ADASUM: settings.op == Adasum,
         "step_on_arrival=True, since no averages arrive from other hosts": settings.step_on_arrival,
         "exchange=, which decides itself what is sent": settings.exchange is not None,
-        f"compression={settings.codec!r}, since no gradients go between hosts (DiLoCo has a compression= of its own)": (
-            settings.codec is not None
-        ),
+        f"compression={settings.codec!r}, since {own_compression}": settings.codec is not None,
     }
-    for what, is_given in why.items():
-        if is_given:
-            raise ValueError(f"outer={outer!r} does not work with {what}: leave one of them out")
+    _refuse_beside(f"outer={outer!r}", others)
     return outer
 
 
@@ -141,14 +141,12 @@ def check_shard(shard: object, master: object, settings: Settings, optimizer: to
             f'shard={shown(shard)} is neither "world", for all ranks to share the optimizer\'s state, nor "host", for '
             "those of each host: pass one of them, or leave it out"
         )
-    why = {
+    others = {
         "op=hvd.Adasum, for which each rank steps with its own gradients": settings.op == Adasum,
         f"outer={settings.outer!r}, since hosts that train apart have different states": settings.outer is not None,
         "step_on_arrival=True, which updates whole buckets": settings.step_on_arrival,
     }
-    for what, is_given in why.items():
-        if is_given:
-            raise ValueError(f"shard={shard!r} does not work with {what}: leave one of them out")
+    _refuse_beside(f"shard={shard!r}", others)
     dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
     if master and all(master_dtype(dtype) == dtype for dtype in dtypes):
         raise ValueError(
@@ -165,47 +163,30 @@ def check_max_norm(max_norm: object, op: ReduceOp, *, step_on_arrival: bool) -> 
     number = None if isinstance(max_norm, bool) else real_number(max_norm)
     if number is None or not number > 0:
         raise ValueError(f"max_norm={shown(max_norm)} is not a positive number, such as 1.0: pass one, or leave it out")
-    if op == Adasum:
-        raise ValueError(
-            f"max_norm={number} does not work with op=hvd.Adasum, which combines what each rank's step has changed, so "
-            "there are no averages to clip: leave out one of them"
-        )
-    if step_on_arrival:
-        raise ValueError(
-            f"max_norm={number} does not work with step_on_arrival=True, which steps before the norm of all averages "
-            "is known: leave out one of them"
-        )
+    too_early = "step_on_arrival=True, which steps before the norm of all averages is known"
+    _refuse_beside(f"max_norm={number}", {_ADASUM: op == Adasum, too_early: step_on_arrival})
     return number
 
 
 def check_weighted(loss: object, n: object, settings: Settings) -> tuple[Tensor, int]:
     """Returns the arguments of `weighted`. Raises TypeError or ValueError where there is no weighted average."""
+    what = "optimizer.weighted(loss, n)"
     if not isinstance(loss, Tensor):
-        raise TypeError(f"optimizer.weighted(loss, n): the loss is {shown(loss)}, and not a tensor")
+        raise TypeError(f"{what}: the loss is {shown(loss)}, and not a tensor")
     number, real = whole_number(n), None if isinstance(n, bool) else real_number(n)
     if number is None and real is not None and real.is_integer():
         # The sum of a mask of floats.
         number = int(real)
     if number is None or not 0 <= number <= MOST_PER_STEP:
         raise ValueError(
-            f"optimizer.weighted(loss, n): n={shown(n)} is not a number of samples or tokens: pass a whole number from "
-            f"0 to {MOST_PER_STEP}"
+            f"{what}: n={shown(n)} is not a number of samples or tokens: pass a whole number from 0 to {MOST_PER_STEP}"
         )
-    if settings.op != Average:
-        raise ValueError(
-            f"optimizer.weighted(loss, n) averages gradients by n, which op=hvd.{settings.op.name} does not: use "
-            "op=hvd.Average"
-        )
-    if settings.exchange is not None:
-        raise ValueError(
-            f"optimizer.weighted(loss, n) corrects an average over the ranks, and exchange={settings.exchange!r} may "
-            "compute something else: leave out one of them"
-        )
-    if settings.outer is not None:
-        raise ValueError(
-            f"optimizer.weighted(loss, n) would weigh the ranks of each host, and outer={settings.outer!r} averages "
-            "hosts with equal weights: leave out one of them"
-        )
+    others = {
+        f"op=hvd.{settings.op.name}, which does not average by n": settings.op != Average,
+        f"exchange={settings.exchange!r}, which may compute something else": settings.exchange is not None,
+        f"outer={settings.outer!r}, which averages hosts with equal weights": settings.outer is not None,
+    }
+    _refuse_beside(what, others)
     return loss, number
 
 
@@ -214,7 +195,7 @@ def check_survivable(settings: Settings, *, has_all_ranks: bool, others_share: b
 
     ``others_share``: whether earlier optimizers have ``shard=``, whose loss takes all back; None if there are none.
     """
-    why = {
+    others = {
         "step_on_arrival=True, whose step is taken before all ranks have all averages": settings.step_on_arrival,
         "op=hvd.Adasum, whose step is taken before ranks combine it": settings.op == Adasum,
         "an exchange= of your own, whose state would change twice in such a step": settings.exchange is not None,
@@ -223,11 +204,7 @@ def check_survivable(settings: Settings, *, has_all_ranks: bool, others_share: b
         "along, and steps of the others would go on": others_share not in (None, settings.shard is not None),
         "a process_set, whose ranks are those of a world that may end": not has_all_ranks,
     }
-    for what, is_given in why.items():
-        if is_given:
-            raise ValueError(
-                f"hvdlite-run --survive, or hvd.init(survive=True), does not work with {what}: leave one of them out"
-            )
+    _refuse_beside("hvdlite-run --survive, or hvd.init(survive=True),", others)
 
 
 def check_cap(bucket_cap_mb: float | None, threshold_bytes: int | None, default_bytes: int) -> int:
@@ -246,18 +223,16 @@ def check_cap(bucket_cap_mb: float | None, threshold_bytes: int | None, default_
 def check_exchange(
     exchange: object, op: ReduceOp, compression: ResolvedCompression | Encoding, predivide: float
 ) -> Callable[[], Exchange] | None:
-    """Returns the user's factory of exchanges, or None if there is none.
+    """Returns the user's factory of exchanges, or None. Raises TypeError if it is not callable.
 
-    Raises TypeError if it is not callable. Raises ValueError if ``op``, ``compression`` or ``predivide`` is given too,
-    since an exchange decides itself how gradients are combined.
+    Raises ValueError if ``op``, ``compression`` or ``predivide`` is given too: it decides itself how to combine.
     """
     if exchange is None:
         return None
     if isinstance(exchange, Exchange) or not callable(exchange):
-        hint = ", not an object of it" if isinstance(exchange, Exchange) else ""
         raise TypeError(
-            f"exchange={shown(exchange)} does not make an exchange: pass a class derived from hvd.Exchange{hint}, or a "
-            "function without arguments that returns an object of one"
+            f"exchange={shown(exchange)} does not make an exchange: pass a class derived from hvd.Exchange, not an "
+            "object of it, or a function without arguments that returns one"
         )
     given = {
         f"op=hvd.{op.name}": op != Average,
@@ -273,14 +248,7 @@ def check_exchange(
 
 
 def check_autotune(
-    autotune: object,
-    bucket_cap_mb: float | None,
-    op: ReduceOp,
-    environment: Environment,
-    exchange: Callable[[], Exchange] | None = None,
-    codec: Encoding | None = None,
-    outer: object = None,
-    shard: object = None,
+    autotune: object, bucket_cap_mb: float | None, settings: Settings, shard: object, environment: Environment
 ) -> bool:
     """Returns whether autotune is to choose the bucket cap.
 
@@ -288,18 +256,18 @@ def check_autotune(
     """
     if not isinstance(autotune, bool):
         raise ValueError(f"autotune={shown(autotune)} is neither True nor False")
-    size = environment.fusion_threshold_bytes
-    set_already, measures = "already sets the size of the buckets: leave out one of the two", "it measures all-reduces"
+    size, sets = environment.fusion_threshold_bytes, "already sets the size of the buckets: leave out one of the two"
+    measures, way_out = "it measures all-reduces", "replaces: pass bucket_cap_mb"
     obstacles = {
-        f"bucket_cap_mb={shown(bucket_cap_mb)} {set_already}": bucket_cap_mb is not None,
-        f"HVDLITE_FUSION_THRESHOLD={size} {set_already}": size is not None,
+        f"bucket_cap_mb={shown(bucket_cap_mb)} {sets}": bucket_cap_mb is not None,
+        f"HVDLITE_FUSION_THRESHOLD={size} {sets}": size is not None,
         "with op=hvd.Adasum nothing is sent during backward, so the size of the buckets makes no difference": (
-            op == Adasum
+            settings.op == Adasum
         ),
-        f"{measures}, which exchange={shown(exchange)} replaces: pass bucket_cap_mb": exchange is not None,
-        f"{measures}, which compression={codec!r} replaces: pass bucket_cap_mb": codec is not None,
-        f"outer={shown(outer)} sends no gradients between hosts: pass bucket_cap_mb": outer is not None,
-        f"{measures}, which shard={shown(shard)} replaces: pass bucket_cap_mb": shard is not None,
+        f"{measures}, which exchange={shown(settings.exchange)} {way_out}": settings.exchange is not None,
+        f"{measures}, which compression={settings.codec!r} {way_out}": settings.codec is not None,
+        f"{measures}, which outer={shown(settings.outer)} {way_out}": settings.outer is not None,
+        f"{measures}, which shard={shown(shard)} {way_out}": shard is not None,
     }
     obstacle = next((words for words, is_there in obstacles.items() if is_there), None)
     if obstacle is None:
@@ -329,12 +297,16 @@ def check_named_parameters(
     """
     if named_parameters is None:
         return names_of_new(optimizer, [])
-    pairs = _check_pairs(named_parameters)
     name_of: dict[Tensor, str] = {}
-    for name, param in pairs:
+    for name, param in _check_pairs(named_parameters):
         name_of.setdefault(param, name)
-    members = {param for entry in optimizer.param_groups for param in entry["params"]}
-    _require_all_named(optimizer, name_of)
+    members = {param: name for name, param in names_of_new(optimizer, [])}
+    missing = [f"{name!r}, shape {tuple(param.shape)}" for param, name in members.items() if param not in name_of]
+    if missing:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named. Without a name: "
+            f"{'; '.join(missing)}. Pass the named_parameters() of every module that the optimizer trains"
+        )
     return [(name, param) for param, name in name_of.items() if param in members]
 
 
@@ -406,67 +378,42 @@ def check_groups(groups: int | Sequence[Sequence[Tensor]] | None, named: Named) 
             f"groups should be a non-negative integer or a list of list of torch.Tensor. Not {shown(groups)}; leave it "
             "out to have gradients grouped by size"
         )
-    return _names_of_groups(groups, {param: name for name, param in named})
-
-
-def _names_of_groups(groups: Sequence[Sequence[Tensor]], name_of: dict[Tensor, str]) -> list[list[str]]:
+    name_of = {param: name for name, param in named}
     seen: set[Tensor] = set()
-    result = []
+    result: list[list[str]] = []
     for number, members in enumerate(groups):
         if not isinstance(members, (list, tuple)):
             raise ValueError(
                 "groups should be a non-negative integer or a list of list of torch.Tensor. Entry "
                 f"{number} is {type(members).__name__}"
             )
-        names = []
         for member in members:
             if not isinstance(member, Tensor):
                 raise ValueError(f"groups must consist of torch.Tensor. Group {number} holds {shown(member)}")
-            name = name_of.get(member)
             if member in seen:
-                which = f"A tensor of shape {tuple(member.shape)}" if name is None else repr(name)
+                which = repr(name_of[member]) if member in name_of else f"A tensor of shape {tuple(member.shape)}"
                 raise ValueError(f"A parameter can only appear once in groups. {which} appears again in group {number}")
             seen.add(member)
-            if name is not None:
-                # Parameters of another optimizer are left out, as in Horovod.
-                names.append(name)
-        result.append(names)
+        # Parameters of another optimizer are left out, as in Horovod.
+        result.append([name_of[member] for member in members if member in name_of])
     return result
 
 
 def _check_pairs(named_parameters: Iterable[tuple[str, Tensor]]) -> Named:
+    should = (
+        "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+        "model.named_parameters(). Found"
+    )
     if isinstance(named_parameters, nn.Module):
-        raise WrongTypeError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            f"model.named_parameters(). Found the module {type(named_parameters).__name__}: pass "
-            "named_parameters=model.named_parameters()"
-        )
+        kind = type(named_parameters).__name__
+        raise WrongTypeError(f"{should} the module {kind}: pass named_parameters=model.named_parameters()")
     pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
     for item in pairs:
-        if not (
-            isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)
-        ):
+        is_pair = isinstance(item, tuple) and len(item) == 2
+        if not (is_pair and isinstance(item[0], str) and isinstance(item[1], Tensor)):
             found = f"{type(item).__name__} of shape {tuple(item.shape)}" if isinstance(item, Tensor) else shown(item)
-            raise ValueError(
-                "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-                f"model.named_parameters(). Found {found}"
-            )
-    counts = Counter(name for name, _ in pairs)
-    repeated = sorted(name for name, count in counts.items() if count > 1)
+            raise ValueError(f"{should} {found}")
+    repeated = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
     if repeated:
         raise ValueError("Parameter names in named_parameters must be unique. Found duplicates: " + ", ".join(repeated))
     return pairs
-
-
-def _require_all_named(optimizer: torch.optim.Optimizer, name_of: dict[Tensor, str]) -> None:
-    missing = [
-        f"{own_name!r}, shape {tuple(param.shape)}"
-        for own_name, param in names_of_new(optimizer, [])
-        if param not in name_of
-    ]
-    if missing:
-        raise ValueError(
-            "named_parameters was specified, but one or more model parameters were not named. Without a name: "
-            + "; ".join(missing)
-            + ". Pass the named_parameters() of every module that the optimizer trains"
-        )

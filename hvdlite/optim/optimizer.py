@@ -52,7 +52,7 @@ from .arguments import (
 from .autotune import tuned_cap
 from .averaging_optimizer import AveragingOptimizer
 from .optimizer_state import is_plain_optimizer, params_of
-from .own_engine import Arguments, Connection, TuneNamed
+from .own_engine import Arguments, Connection
 from .reducer import Reducer
 
 # The fastest of 1 to 64 MiB by a few per cent, measured with two ranks over gloo on a 25 M-parameter MLP and on a
@@ -192,7 +192,6 @@ class DistributedOptimizer(AveragingOptimizer):
         predivide = check_predivide(gradient_predivide_factor, op)
         travels, codec = check_codec(compression, op)
         exchange = check_exchange(exchange, op, codec or travels, predivide)
-        tunes = check_autotune(autotune, bucket_cap_mb, op, environment, exchange, codec, outer, shard)
         default_cap = DEFAULT_BUCKET_CAP_BYTES if codec is None else _ENCODED_BUCKET_CAP_BYTES
         settings = Settings(
             travels,
@@ -206,6 +205,7 @@ class DistributedOptimizer(AveragingOptimizer):
             check_max_norm(max_norm, op, step_on_arrival=step_on_arrival),
         )
         settings = replace(settings, outer=check_outer(outer, settings))
+        tunes = check_autotune(autotune, bucket_cap_mb, settings, shard, environment)
         settings = replace(settings, shard=check_shard(shard, master, settings, optimizer))
         if shard is not None and not is_plain_optimizer(optimizer):
             raise ValueError(
@@ -260,7 +260,7 @@ class DistributedOptimizer(AveragingOptimizer):
             "compression": self._given_compression,
             "backward_passes_per_step": self._reducer.state.passes_per_step,
             # False once autotune has run: the chosen cap is in the settings.
-            "autotune": self._reducer.tuning.is_due,
+            "autotune": self._reducer.is_still_to_tune,
             "exchange_state": self._reducer.exchange_state.state_dict(gone),
             "loss_scale": self._reducer.exchange_state.scale,
             "weight_reference": self._reducer.exchange_state.reference,
@@ -296,7 +296,7 @@ def _describe(
     is_tuned_here: Callable[[], bool],
     settings: Settings,
     exchange: Exchange,
-) -> tuple[Arguments, TuneNamed | None]:
+) -> tuple[Arguments, Callable[..., int] | None]:
     """Returns the arguments that the ranks of a world compare when they open the engine, and autotune, or None.
 
     ``is_tuned_here`` returns whether this rank takes part in autotune in the current world.

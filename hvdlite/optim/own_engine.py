@@ -1,8 +1,12 @@
 """
 `OwnEngine`: an optimizer's own engine between the ranks of one world, opened at first use.
 
-    constructor ── take_number ── first step: connect ── `Opening`: all ranks compare models and arguments ── links
+    constructor ── take_number ── first step of any optimizer, or a join: begins all openings ── connect ── links
+                                    `Opening`: compares arguments and models, opens the engine, tunes the bucket cap
     close ── or, while ranks have joined and take part in last steps: unpin ── the engine is given back
+
+Each rank numbers its optimizers in the order of construction, without communication. Those with the same number belong
+together, in whatever order ranks first use them. The opening is an operation of the controller, named by that number.
 
 The `Reducer` makes one for each world, and is its `EngineUser`. The registry of reducers knows the optimizer by this.
 """
@@ -10,24 +14,20 @@ The `Reducer` makes one for each world, and is its `EngineUser`. The registry of
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import ref
 
 import torch
 from hvdlite_wire.worker_status import StepStatus
-from torch import Tensor
 
 from .. import forks
-from ..buckets.exchange import Exchange, Links
-from ..buckets.parameter_check import ParameterCheck
+from ..buckets.exchange import Links
 from ..buckets.plan import Description, first_difference
 from ..buckets.settings import Settings
-from ..buckets.step_trace import StepTrace
-from ..calls.generation import Generation, ReducerRegistry, SitsOut
+from ..calls.generation import Generation, SitsOut
 from ..calls.handle import Handle
 from ..calls.operation import OPTIMIZER, Execution, Operation
 from ..comm.group import Group
@@ -37,42 +37,30 @@ from ..ops.base import compare
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.survival import Survival
 from ..steps.step import Step
-from ..steps.step_state import StepState
-from ..steps.step_world import Added, StepWorld
 
 Submit = Callable[[Group, Operation], Handle]
 """Submits an operation, which runs once all ranks of the group have submitted it: `submit` of a controller."""
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """An optimizer's open engine, as groups. ``cap_bytes`` is autotune's choice, or None without autotune."""
-
-    group: Group
-    links: Links
-    cap_bytes: int | None
-
 
 # An optimizer's arguments that ranks compare, by their names in messages: the repr of each value.
 Arguments = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Tune:
-    """Autotune of the bucket cap in bytes: ``measure`` chooses one, ``known`` was chosen before, for the same hosts.
+class Connection:
+    """The ranks that gradients are averaged over, and the settings, while the world's group is open.
 
-    ``known`` is used only if it is equal on all ranks. A rank that was not in that earlier world has None.
+    ``check_parameters`` is as in `parameter_check.ParameterCheck`. ``world`` is the group of all ranks, and ``submit``
+    the method of the world's controller. Both are None if there is no world. ``survival`` is the world's, and None
+    unless a step goes on where a rank is lost.
     """
 
-    measure: Callable[[Group], int]
-    known: int | None = None
-
-    def cap(self, group: Group) -> int:
-        """Returns the cap, equal on all ranks. Every rank must call it; it waits for all."""
-        known = self.known
-        if group.size > 1 and group.agree(known, "autotune") is not None:
-            known = None
-        return self.measure(group) if known is None else known
+    group: Group
+    generation: Generation
+    settings: Settings
+    check_parameters: CheckParameters = False
+    world: Group | None = None
+    submit: Submit | None = None
+    survival: Survival | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,82 +68,40 @@ class EnginePlan:
     """What is done with an optimizer's new engine.
 
     The ranks compare ``arguments`` first. ``open_links`` opens the links of the exchange over the engine, and ``tune``
-    chooses the bucket cap. ``device`` is the GPU of the parameters, or None.
+    chooses the bucket cap in bytes, unless it is None. ``device`` is the GPU of the parameters, or None.
     """
 
     arguments: Arguments
     open_links: Callable[[Group], Links]
-    tune: Tune | None
+    tune: Callable[[Group], int] | None
     device: torch.device | None
 
 
-class TuneNamed(Protocol):
-    """Autotune's function that chooses the cap, in bytes, for these parameters. It waits for all ranks."""
+class Opened(NamedTuple):
+    """An optimizer's open engine, as groups. ``cap_bytes`` is autotune's choice, or None without autotune."""
 
-    def __call__(self, group: Group, /, *, named: Sequence[tuple[str, Tensor]]) -> int: ...
-
-
-# Returns, for a world's settings and exchange, the arguments that the ranks compare, and autotune, or None.
-Describe = Callable[[Settings, Exchange], tuple[Arguments, TuneNamed | None]]
-
-
-class Tuning:
-    """One optimizer's arguments as the ranks of a world compare them, and autotune's choice, in all worlds."""
-
-    def __init__(self, describe: Describe) -> None:
-        self._describe = describe
-        self.arguments: Arguments = {}
-        """What the ranks of this world compare."""
-        self._tune: TuneNamed | None = None
-        # The hosts of the ranks that the cap was last chosen for.
-        self._tuned_for: tuple[str, ...] | None = None
-
-    def enter(self, settings: Settings, exchange: Exchange) -> None:
-        """Describes a world: a rank that was outside the process set may be in it now."""
-        self.arguments, self._tune = self._describe(settings, exchange)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether autotune is on and has not chosen a cap yet."""
-        return self._tune is not None and self._tuned_for is None
-
-    def tune(self, added: Iterable[Added], hosts: tuple[str, ...], cap_bytes: int) -> Tune | None:
-        """Returns autotune for these parameters, or None if it is off.
-
-        It knows ``cap_bytes``, that of this or an earlier world, if it was chosen for ranks on these ``hosts``.
-        """
-        named = [pair for each in added for pair in each.params.items()]
-        known = cap_bytes if self._tuned_for == hosts else None
-        return None if self._tune is None else Tune(partial(self._tune, named=named), known)
-
-    def note_choice(self, hosts: tuple[str, ...]) -> None:
-        """Notes that the cap was chosen for ranks on these hosts."""
-        self._tuned_for = hosts
+    group: Group
+    links: Links
+    cap_bytes: int | None
 
 
 class Opening:
-    """The opening of one optimizer's engine in one world. It also closes the engine again."""
+    """The opening of one optimizer's engine in one world. It also closes the engine again.
+
+    It does not keep the optimizer alive: all ranks that made one open its engine, even if it is garbage by then.
+    """
 
     def __init__(
-        self,
-        ranks: Group,
-        registry: ReducerRegistry,
-        number: int,
-        member: SitsOut,
-        submit: Submit | None,
-        description: Description,
-        plan: EnginePlan,
+        self, connection: Connection, number: int, member: SitsOut, description: Description, plan: EnginePlan
     ) -> None:
-        """``number`` is the optimizer's number among those of these ranks. ``member`` sits out steps for `join`.
+        """``number`` is the optimizer's among those of these ranks. ``member`` sits out steps for `join`.
 
-        ``submit`` is the method of the world's controller, or None if there is no world. The ranks compare
-        ``description``, that of their models.
+        The ranks compare ``description``, that of their models.
         """
-        self.ranks = ranks
-        self.number = number
-        self._registry = registry
+        self.ranks = connection.group
+        self._connection = connection
+        self._number = number
         self._member = ref(member)
-        self._submit = submit
         self._description = description
         self._plan = plan
         self._handle: Handle | None = None
@@ -167,9 +113,9 @@ class Opening:
 
     def begin(self) -> None:
         """Submits the opening without waiting for other ranks. With no controller, or one rank, runs it at once."""
-        operation = Operation(OPTIMIZER, self._run, f"optimizer {self.number}")
-        if self._submit is not None and self.ranks.size > 1:
-            self._handle = self._submit(self.ranks, operation)
+        operation = Operation(OPTIMIZER, self._run, f"optimizer {self._number}")
+        if self._connection.submit is not None and self.ranks.size > 1:
+            self._handle = self._connection.submit(self.ranks, operation)
             return
         handle = Handle(operation.describe())
         try:
@@ -206,12 +152,12 @@ class Opening:
         require_same_model(among, self._description)
         member = self._member()
         if member is not None:
-            self._registry.of(self.ranks).enter(self.number, member)
+            self._connection.generation.reducers.of(self.ranks).enter(self._number, member)
         group = self.ranks.duplicate()
         try:
             with nullcontext() if plan.device is None else torch.cuda.device(plan.device):
                 links = plan.open_links(group)
-                opened = Opened(group, links, None if plan.tune is None else plan.tune.cap(group))
+                opened = Opened(group, links, None if plan.tune is None else plan.tune(group))
         except BaseException:
             group.close()
             raise
@@ -240,11 +186,10 @@ def _require_same_arguments(group: Group, arguments: Arguments) -> None:
 def require_same_model(group: Group, description: Description) -> None:
     """Raises MismatchError on every rank if the ranks' parameters differ. Every rank must call it; it waits for all."""
     if group.size > 1:
-        raise_difference(group, group.agree(description, "comparing the models"))
+        _raise_difference(group, group.agree(description, "comparing the models"))
 
 
-def raise_difference(group: Group, descriptions: Sequence[Description] | None) -> None:
-    """Raises MismatchError for the first parameter that differs between the ranks' descriptions, if one does."""
+def _raise_difference(group: Group, descriptions: Sequence[Description] | None) -> None:
     for rank, description in enumerate(descriptions or ()):
         difference = first_difference(descriptions[0] if descriptions else (), description)
         if difference is not None:
@@ -254,24 +199,6 @@ def raise_difference(group: Group, descriptions: Sequence[Description] | None) -
                 f"{group.describe_rank(rank)}: every rank must build the same model; check the arguments that "
                 "determine its sizes"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """The ranks that gradients are averaged over, and the settings, while the world's group is open.
-
-    ``check_parameters`` is as in `parameter_check.ParameterCheck`. ``world`` is the group of all ranks, and ``submit``
-    the method of the world's controller. Both are None if there is no world. ``survival`` is the world's, and None
-    unless a step goes on where a rank is lost.
-    """
-
-    group: Group
-    generation: Generation
-    settings: Settings
-    check_parameters: CheckParameters = False
-    world: Group | None = None
-    submit: Submit | None = None
-    survival: Survival | None = None
 
 
 class EngineUser(Protocol):
@@ -287,8 +214,7 @@ class EngineUser(Protocol):
     def opened(self, cap_bytes: int | None) -> None:
         """Called when the engine is open, with autotune's choice."""
 
-    def sit_out(self, average_of_active: bool) -> bool:
-        """Takes part in one step of the other ranks without gradients. Returns False if all ranks sat out."""
+    def sit_out(self, average_of_active: bool) -> bool: ...
 
 
 class OwnEngine:
@@ -297,19 +223,19 @@ class OwnEngine:
     def __init__(self, connection: Connection, user: EngineUser, earlier: OwnEngine | None) -> None:
         """``earlier`` is that of the world before."""
         self.ranks = connection.group
+        self.group: Group | None = None
+        """The ranks with the optimizer's own engine, while it is open."""
         self.links: Links | None = None
         """The links to the other ranks, once they are open."""
         self.number: int | None = None
         """The optimizer's number, once it has taken one. It keeps the number in a later world if that is free."""
         self.is_closed = False
         """Whether no step uses gradients any more. Read for each gradient."""
-        self._world = connection.world
-        self._submit = connection.submit
+        self._connection = connection
         self._registry = connection.generation.reducers
         self._user = user
         self._uncompared: list[Description] = []
         self._opening: Opening | None = None
-        self._group: Group | None = None
         self._spoilt_by: str | None = None
         # The number of `pin` calls without `unpin`. Finalizers must not take the lock: they call `abandon` instead.
         self._pins = 0
@@ -322,13 +248,8 @@ class OwnEngine:
             self.is_closed = earlier.is_closed and earlier._spoilt_by is None
 
     @property
-    def group(self) -> Group | None:
-        """The ranks with the optimizer's own engine, while it is open."""
-        return self._group
-
-    @property
     def is_world_closed(self) -> bool:
-        return self._world is not None and self._world.is_closed
+        return self._connection.world is not None and self._connection.world.is_closed
 
     @property
     def links_for_backward(self) -> Links | None:
@@ -348,14 +269,14 @@ class OwnEngine:
         """A context that raises RuntimeError if two threads construct optimizers for these ranks at once."""
         return self._registry.of(self.ranks).making.only(OPTIMIZER.name)
 
-    def take_number(self) -> None:
+    def take_number(self) -> Opening:
         """Takes a number among the optimizers of these ranks. Every rank must call it; it does not wait for them."""
         self.number = self._registry.of(self.ranks).take_number(self.number)
         # In a new world there may be no parameter left.
         description = self._uncompared.pop(0) if self._uncompared else []
-        plan = self._user.engine_plan()
-        self._opening = Opening(self.ranks, self._registry, self.number, self, self._submit, description, plan)
+        self._opening = Opening(self._connection, self.number, self, description, self._user.engine_plan())
         self._registry.open_later(self._opening)
+        return self._opening
 
     def taken_number(self) -> int:
         if self._opening is None:
@@ -370,16 +291,13 @@ class OwnEngine:
         Every rank must call it; the first step does. Raises MismatchError on every rank if the ranks have different
         parameters or arguments.
         """
-        if self._group is None:
+        if self.group is None:
             self.ranks.require_open("averaging gradients")
-        if self._opening is None:
-            self.take_number()
+        opening = self._opening or self.take_number()
         self._registry.open_all()
-        if self._group is None:
-            assert self._opening is not None, "it has a number"
-            opened = self._opening.wait()
-            self._group, self.links = opened.group, opened.links
-            self._user.opened(opened.cap_bytes)
+        if self.group is None:
+            self.group, self.links, cap_bytes = opening.wait()
+            self._user.opened(cap_bytes)
         if self._uncompared:
             # With the change in which each was found: what is found together may be sent together.
             description = [
@@ -389,8 +307,8 @@ class OwnEngine:
             ]
             self._uncompared.clear()
             what = "comparing the models, since optimizer.param_groups has changed"
-            raise_difference(self.ranks, compare(self.ranks, description, what))
-        return self._group
+            _raise_difference(self.ranks, compare(self.ranks, description, what))
+        return self.group
 
     def connected(self) -> Links:
         """Returns the links to the other ranks. The first call opens them: see `connect`."""
@@ -427,9 +345,9 @@ class OwnEngine:
     def _give_back(self) -> None:
         with self._pinning:
             # With a collective running on it, the engine stays open until the group is closed.
-            if not self.is_closed or self._pins or (self._user.step.is_sending and self._group is not None):
+            if not self.is_closed or self._pins or (self._user.step.is_sending and self.group is not None):
                 return
-            opening, self._group = self._opening, None
+            opening, self.group = self._opening, None
         if opening is not None:
             opening.close()
 
@@ -438,7 +356,7 @@ class OwnEngine:
         self._copied_to = forks.description()
         # For a hook that autograd is about to call, where a hook of the program has forked.
         self.is_closed = True
-        self._opening = self._group = None
+        self._opening = self.group = None
         self._pinning = threading.Lock()
 
     # -- who may use it
@@ -474,25 +392,6 @@ class OwnEngine:
     def why_no_join(self) -> str:
         """Says why no rank of this optimizer may join, as the message of an error; empty if they may."""
         return self._user.step.why_no_join()
-
-
-def step_world(connection: Connection, engine: OwnEngine, state: StepState, worlds: int) -> StepWorld:
-    """Returns what a step works with among the connection's ranks. ``worlds`` counts those that came before."""
-    group, generation, survival = connection.group, connection.generation, connection.survival
-    # Then all ranks finish that step first, and their parameters are equal only after it.
-    is_in_step = worlds > 0 and survival is not None and survival.all_are_in_step
-    return StepWorld(
-        connection.settings,
-        group,
-        engine,
-        StepTrace(generation.recorder),
-        ParameterCheck(group, connection.check_parameters, spares_first=is_in_step),
-        generation.watch.clock,
-        generation.reducers,
-        state,
-        compares=connection.check_parameters is not False,
-        worlds=worlds,
-    )
 
 
 keep_outside_graphs(globals())

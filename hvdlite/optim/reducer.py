@@ -4,8 +4,7 @@
     hook(param) ── slice of a bucket ── full buckets, in plan order: launched ──┐                inside backward
     step        ── synchronize: the step's `finish` ── averages in param.grad ──┘                inside step()
 
-    Reducer ── ParamHooks ── autograd
-            ├─ StepState: phase, backward passes                    for all worlds
+    Reducer ── StepState: phase, backward passes                    for all worlds
             ├─ OwnEngine: links to the other ranks ─┐
             └─ Step: what happens to gradients ─────┴─ StepWorld    new ones in each world
 
@@ -18,17 +17,21 @@ error if the user's calls come in an order that would lose gradients.
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from .. import forks
+from ..buckets.exchange import Exchange
+from ..buckets.parameter_check import ParameterCheck
 from ..buckets.plan import can_have_gradient
+from ..buckets.settings import Settings
+from ..buckets.step_trace import StepTrace
 from ..comm import deferred_close
 from ..comm.flat_bytes import give_back_free_memory
 from ..comm.group import Group
@@ -40,74 +43,13 @@ from ..outside_graphs import keep_outside_graphs
 from ..steps.step import Arrived, Step
 from ..steps.step_choice import step_of
 from ..steps.step_state import UNDER_WAY, StepPhase, StepState
-from ..steps.step_world import Added, Buffers, CarriedOver
-from .own_engine import Connection, Describe, EnginePlan, OwnEngine, Tuning, step_world
+from ..steps.step_world import Added, Buffers, CarriedOver, StepWorld
+from .own_engine import Arguments, Connection, EnginePlan, OwnEngine
 from .surplus import PendingKind, SurplusGradients
 
-
-class GradientListener(ABC):
-    """What is told of gradients. At most one listens to a parameter."""
-
-    @abstractmethod
-    def on_gradient(self, param: Tensor) -> None:
-        """Handles an addition to ``param.grad`` by autograd. Several threads may call it at once."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stops listening, since another one listens to the same parameters."""
-
-
-class ParamHooks:
-    """The hooks of one listener. They call its bound method, since autograd does so for each gradient."""
-
-    def __init__(self, listener: GradientListener) -> None:
-        self._listener = listener
-        # By parameter.
-        self._handles: dict[Tensor, RemovableHandle] = {}
-
-    def hear(self, params: Sequence[Tensor]) -> None:
-        """Hooks more parameters, and closes any earlier listener to them."""
-        if forks.parent is not None:
-            return
-        deferred_close.prepare()
-        take_over(params)
-        on_gradient = self._listener.on_gradient
-        self._handles |= {param: listen(param, on_gradient) for param in params if can_have_gradient(param.dtype)}
-
-    def stop(self, params: Iterable[Tensor]) -> None:
-        for param in params:
-            if (hook := self._handles.pop(param, None)) is not None:
-                hook.remove()
-
-    def remove(self) -> None:
-        self.stop(list(self._handles))
-
-
-def take_over(params: Iterable[Tensor]) -> None:
-    """Closes any earlier listener to these parameters, since gradients averaged twice would be too small."""
-    for param in params:
-        for earlier in listeners_of(param):
-            earlier.close()
-
-
-def listeners_of(param: Tensor) -> list[GradientListener]:
-    """Returns what listens to the parameter: at most one, unless an earlier one is about to be closed."""
-    bound = [getattr(hook, "__self__", None) for hook in (param._post_accumulate_grad_hooks or {}).values()]
-    return [each for each in bound if isinstance(each, GradientListener)]
-
-
-def listen(param: Tensor, on_gradient: object) -> RemovableHandle:
-    """Registers a bound method of a `GradientListener`, to be called after each addition to the gradient."""
-    # PyTorch hooks only parameters that require a gradient, but a frozen one may be unfrozen later.
-    frozen = not param.requires_grad
-    if frozen:
-        param.requires_grad_(True)
-    handle = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
-    if frozen:
-        param.requires_grad_(False)
-    assert isinstance(handle, RemovableHandle), "torch returns what removes the hook"
-    return handle
-
+# Returns, for a world's settings and exchange, the arguments that ranks compare; and autotune, a function of the ranks
+# and of ``named``, the parameters, or None.
+Describe = Callable[[Settings, Exchange], tuple[Arguments, Callable[..., int] | None]]
 
 # Returns autograd's number of the current backward pass. A global, since it is called for every gradient.
 number_of_backward = torch._C._current_graph_task_id
@@ -120,7 +62,7 @@ _STEP_IN_OWN_MEMORY = 2
 _MANY_BYTES = 2**25
 
 
-class Reducer(GradientListener):
+class Reducer:
     """Averages the gradients of some parameters over the ranks of a group.
 
     All ranks must call `synchronize` equally often. Between two calls the ranks may differ in which parameters they
@@ -140,12 +82,16 @@ class Reducer(GradientListener):
         """How far the current step is."""
         # Held while a hook handles a gradient. Reentrant, since the same thread may run another backward pass inside.
         self._lock = threading.RLock()
-        self._hooks = ParamHooks(self)
+        # Autograd's hooks on the parameters.
+        self._hooks: dict[Tensor, RemovableHandle] = {}
         self._has_all_averages = False
-        self.tuning = Tuning(describe)
-        """What the ranks compare of its arguments, and autotune's choice."""
-        self._enter(connect(), None, CarriedOver())
-        self.tuning.enter(self.settings, self.step.plan.exchange)
+        self._describe = describe
+        # The hosts of the ranks that autotune has last chosen the cap for.
+        self._tuned_for: tuple[str, ...] | None = None
+        connection = connect()
+        self._enter(connection, None, CarriedOver())
+        # What the ranks of this world compare, and autotune: a rank that was outside the process set may be in it now.
+        self._arguments, self._tune = describe(connection.settings, self.step.plan.exchange)
         self.exchange_state = ExchangeState(self.step.plan.exchange)
         """What the exchange keeps of gradients, in all worlds."""
         forks.when_forked(self)
@@ -156,7 +102,7 @@ class Reducer(GradientListener):
             # No rank has been forked, but a process that may become one, as its child may.
             return
         self.engine.leave_to_parent()
-        self._hooks.remove()
+        self._stop_hearing(list(self._hooks))
         self._lock = threading.RLock()
         self.state.clear()
 
@@ -164,13 +110,27 @@ class Reducer(GradientListener):
 
     def _enter(self, connection: Connection, earlier: OwnEngine | None, carried: CarriedOver, worlds: int = 0) -> None:
         """Makes an engine and a step, without parameters, for the connection's settings and ranks."""
-        survival = connection.survival
+        survival, generation = connection.survival, connection.generation
         self.settings = connection.settings
         """The arguments by which gradients are combined, with autotune's cap."""
         # How many worlds have begun otherwise than with the ranks that were left of the one before, in one step.
         self._beginnings = None if survival is None else survival.beginnings
         self.engine = OwnEngine(connection, self, earlier)
-        self._world = step_world(connection, self.engine, self.state, worlds)
+        # Then all ranks finish that step first, and their parameters are equal only after it.
+        is_in_step = worlds > 0 and survival is not None and survival.all_are_in_step
+        checks = connection.check_parameters
+        self._world = StepWorld(
+            connection.settings,
+            connection.group,
+            self.engine,
+            StepTrace(generation.recorder),
+            ParameterCheck(connection.group, checks, spares_first=is_in_step),
+            generation.watch.clock,
+            generation.reducers,
+            self.state,
+            compares=checks is not False,
+            worlds=worlds,
+        )
         self.step = step_of(self._world, survival, self, carried)
         self.surplus = SurplusGradients(self.step, self._world)
         """Which gradients another optimizer's backward pass has left."""
@@ -198,21 +158,31 @@ class Reducer(GradientListener):
         # Keep the cap that autotune has chosen.
         settings = replace(connection.settings, cap_bytes=self.settings.cap_bytes)
         self._enter(replace(connection, settings=settings), self.engine, carried, self._world.worlds + 1)
-        self.tuning.enter(connection.settings, self.step.plan.exchange)
+        self._arguments, self._tune = self._describe(connection.settings, self.step.plan.exchange)
         self.exchange_state.move_to(self.step.plan.exchange)
         for added in carried.added:
             self._take_in(added)
         self.step.plan.take_over(buffers, connection.group.engine)
 
     def engine_plan(self) -> EnginePlan:
-        added = self.step.plan.added
-        tune = self.tuning.tune(added, self.engine.ranks.hosts, self.settings.cap_bytes)
-        gpu = next((param.device for each in added for param in each.params.values() if param.is_cuda), None)
-        return EnginePlan(self.tuning.arguments, self.step.open_links, tune, gpu)
+        """Returns what is to be done with the engine when it opens."""
+        named = [pair for added in self.step.plan.added for pair in added.params.items()]
+        tune = None
+        if self._tune is not None:
+            known = self.settings.cap_bytes if self._tuned_for == self.engine.ranks.hosts else None
+            tune = partial(_cap, known, partial(self._tune, named=named))
+        gpu = next((param.device for _, param in named if param.is_cuda), None)
+        return EnginePlan(self._arguments, self.step.open_links, tune, gpu)
+
+    @property
+    def is_still_to_tune(self) -> bool:
+        """Whether autotune is on and has not chosen a cap yet."""
+        return self._tune is not None and self._tuned_for is None
 
     def opened(self, cap_bytes: int | None) -> None:
+        """Uses the engine, which is open now; ``cap_bytes`` is autotune's choice, or None."""
         if cap_bytes is not None:
-            self.tuning.note_choice(self.engine.ranks.hosts)
+            self._tuned_for = self.engine.ranks.hosts
             self.settings = replace(self.settings, cap_bytes=cap_bytes)
         self.step.opened(cap_bytes)
 
@@ -238,7 +208,7 @@ class Reducer(GradientListener):
         params = dict(named_params)
         trainable = frozenset(name for name, param in params.items() if param.requires_grad or are_new)
         self._take_in(Added(params, [list(group) for group in groups], trainable))
-        self._hooks.hear(list(params.values()))
+        self._hear(params.values())
 
     def _take_in(self, added: Added) -> None:
         for param in added.params.values():
@@ -257,11 +227,37 @@ class Reducer(GradientListener):
         known = {name: param for added in self.step.plan.added for name, param in added.params.items()}
         dropped = [known[name] for name in names if name in known]
         self.step.drop_params(names)
-        self._hooks.stop(dropped)
+        self._stop_hearing(dropped)
         self._world.reducers.note_averaged(dropped)
         self._world.check.drop(names)
         self.engine.compare_later([(name, "left optimizer.param_groups") for name in sorted(names)])
         self.exchange_state.forget(names)
+
+    def _hear(self, params: Collection[Tensor]) -> None:
+        """Hooks parameters, and closes earlier reducers of theirs: gradients averaged twice would be too small."""
+        if forks.parent is not None:
+            return
+        deferred_close.prepare()
+        for param in params:
+            for earlier in _reducers_of(param):
+                earlier.close()
+        self._hooks |= {param: self._hook(param) for param in params if can_have_gradient(param.dtype)}
+
+    def _hook(self, param: Tensor) -> RemovableHandle:
+        # PyTorch hooks only parameters that require a gradient, but a frozen one may be unfrozen later.
+        frozen = not param.requires_grad
+        if frozen:
+            param.requires_grad_(True)
+        handle = param.register_post_accumulate_grad_hook(self.on_gradient)  # type: ignore[no-untyped-call]
+        if frozen:
+            param.requires_grad_(False)
+        assert isinstance(handle, RemovableHandle), "torch returns what removes the hook"
+        return handle
+
+    def _stop_hearing(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            if (hook := self._hooks.pop(param, None)) is not None:
+                hook.remove()
 
     def require_own_gradients(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Raises GradientError if another optimizer averages, or has averaged, a gradient of these in this step.
@@ -269,7 +265,7 @@ class Reducer(GradientListener):
         They have come from that one's groups, and would be averaged twice.
         """
         for name, param in named:
-            others = [each for each in listeners_of(param) if isinstance(each, Reducer) and each is not self]
+            others = [each for each in _reducers_of(param) if each is not self]
             if self._world.reducers.has_averaged(param) or any(each.has_gradient_of(param) for each in others):
                 raise GradientError(
                     f"{name!r} has come to the groups of {self._world.trace.optimizer} from those of another "
@@ -288,6 +284,7 @@ class Reducer(GradientListener):
     # -- inside backward
 
     def on_gradient(self, param: Tensor) -> None:
+        """Handles an addition to ``param.grad`` by autograd, which calls it as a bound method."""
         # Autograd has one thread per device, so several may call this at once.
         with self._lock:
             # This runs for every parameter in every pass, so it does as little as possible.
@@ -513,13 +510,29 @@ class Reducer(GradientListener):
     def close(self) -> None:
         """Removes the hooks and closes the engine. Leaves the gradients, and waits for no collective."""
         self.engine.is_closed = True
-        self._hooks.remove()
+        self._stop_hearing(list(self._hooks))
         self.engine.close()
 
     def abandon(self) -> None:
         """Closes in another thread, soon. For the garbage collector, which may run while this thread holds locks."""
         self.engine.is_closed = True
         deferred_close.close_later(self.close)
+
+
+def _reducers_of(param: Tensor) -> list[Reducer]:
+    """Returns what averages the parameter: at most one, unless an earlier one is about to be closed."""
+    bound = [getattr(hook, "__self__", None) for hook in (param._post_accumulate_grad_hooks or {}).values()]
+    return [each for each in bound if isinstance(each, Reducer)]
+
+
+def _cap(known: int | None, measure: Callable[[Group], int], group: Group) -> int:
+    """Returns autotune's cap in bytes: the one that was known before, if it is equal on all ranks, else a new one.
+
+    A rank that was not in the earlier world knows None. Every rank must call it; it waits for all.
+    """
+    if group.size > 1 and group.agree(known, "autotune") is not None:
+        known = None
+    return measure(group) if known is None else known
 
 
 keep_outside_graphs(globals())

@@ -259,7 +259,7 @@ def test_the_program_may_make_groups_of_its_own_while_optimizers_open_theirs_in_
         import threading
         import torch.distributed as dist
         from hvdlite.comm import gloo
-        from hvdlite.optim import opening
+        from hvdlite.optim import own_engine
 
         hvd.init(timeout_s=60)
         totals, has_begun = [], threading.Event()
@@ -272,7 +272,7 @@ def test_the_program_may_make_groups_of_its_own_while_optimizers_open_theirs_in_
             totals.append(total.item())
 
         thread = threading.Thread(target=use_a_group_of_ones_own)
-        run = opening.Opening._run
+        run = own_engine.Opening._run
 
         def run_in_another_order(self, execution):
             if hvd.rank() == 1:
@@ -284,7 +284,7 @@ def test_the_program_may_make_groups_of_its_own_while_optimizers_open_theirs_in_
                 thread.start()
             return opened
 
-        opening.Opening._run = run_in_another_order
+        own_engine.Opening._run = run_in_another_order
         weight = torch.nn.Parameter(torch.zeros(2))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
         (weight * (1.0 + hvd.rank())).sum().backward()
