@@ -30,8 +30,7 @@ from ..optim.optimizer_state import (
     loading_in_place,
     params_of,
     require_undivided,
-    state_of,
-    take_options,
+    take_state,
     unwrapped,
     what_is_equal,
 )
@@ -265,11 +264,7 @@ class OptimizerStateHandler(_LargeStateHandler):
         return params_of(self.value)
 
     def take(self, tree: Any, decoder: ValueDecoder, *, is_whole: bool) -> None:
-        if is_whole:
-            params = self.params()
-            state_of(tree, decoder, params).give_to(self._unwrapped(), params)
-        else:
-            take_options(tree, decoder, self._unwrapped())
+        take_state(tree, decoder, self._unwrapped(), is_whole=is_whole)
 
     def _unwrapped(self) -> Any:
         return unwrapped(self.value, ELASTIC_STATE.name)

@@ -23,7 +23,6 @@ from ..buckets.gradient_state import explaining_lost_graphs
 from ..buckets.weights import FIRST_REFERENCE, no_loss
 from ..errors import GradientError
 from ..outside_graphs import keep_outside_graphs
-from ..steps.step_state import StepState
 from ..updates.divided_state import DividedState
 from ..updates.sharded_update import ShardedUpdate
 from ..updates.update import DCP, NormClipper, StatePattern, StepByBucket, WholeUpdate
@@ -32,76 +31,25 @@ from .arguments import check_weighted
 from .optimizer_proxy import FollowedGroups, OptimizerProxy
 from .reducer import Reducer
 
-# The key of hvdlite's own state in a state_dict: a dict with a part for each owner. PyTorch's optimizers ignore it.
+# The key of hvdlite's own state in a state_dict, which PyTorch's optimizers ignore, and the keys of its parts.
 _KEY = "hvdlite"
-
-# The part of the exchange; and its key in checkpoints that were written before there were parts.
+# What the exchange keeps; and its key in checkpoints that were written before there were parts.
 _EXCHANGE = "exchange"
-
-# The part of the outer steps.
 _OUTER = "outer"
-
 # This rank's part of the optimizer's state, where ranks share it.
 _SHARD = "shard"
-
-# The scale of the losses whose gradients are in the part of the exchange.
+# The scale of the losses whose gradients the exchange keeps, and what their weights were divided by, if they have some.
 _LOSS_SCALE = "loss_scale"
-
-# What their weights were divided by, if losses are weighted.
 _REFERENCE = "weight_reference"
 
-# The method with which GradScaler reads the gradients of an optimizer's groups, to unscale them or to look for inf.
+# The methods that read the gradients of an optimizer's groups: GradScaler's, to unscale them or to look for inf, and
+# that of Lightning's precision plugins, to clip them.
 _UNSCALING = GradScaler._unscale_grads_.__name__
-
-# The method of Lightning's precision plugins through which they read the gradients that they clip.
 _CLIPPING = "main_params"
-
-# Warn after this many steps with a single backward pass: fewer may be an accident.
-_SINGLE_PASSES = 3
 
 
 class _DiscardedError(Exception):
     """Leaves the wrapped optimizer's step with a closure, since all ranks discard the step."""
-
-
-class _UseWarnings:
-    """Warns where a program calls `synchronize` or counts its passes otherwise than it means to."""
-
-    def __init__(self, state: StepState) -> None:
-        self._state = state
-        self._has_warned = False
-        # The number of steps so far that followed a single backward pass. None after the warning, or after a step that
-        # followed several.
-        self._single_passes: int | None = 0
-
-    def synchronized_twice(self) -> None:
-        """Warns, once, of a step that follows `synchronize`."""
-        if not self._has_warned:
-            self._has_warned = True
-            # Horovod's words.
-            warnings.warn(
-                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
-                "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
-                "if you use optimizer.synchronize() in your code.",
-                stacklevel=4,
-            )
-
-    def see_passes(self) -> None:
-        """Warns, once, if each of the first steps follows a single backward pass and several were asked for."""
-        passes = self._state.passes_per_step
-        if self._single_passes is None or passes == 1 or not self._state.backwards:
-            return
-        # The last step of an epoch may have a single pass left, so one such step proves nothing.
-        self._single_passes = self._single_passes + 1 if len(self._state.backwards) == 1 else None
-        if self._single_passes == _SINGLE_PASSES:
-            self._single_passes = None
-            warnings.warn(
-                f"optimizer.step() was called after a single backward pass in each of the first {_SINGLE_PASSES} "
-                f"steps, with backward_passes_per_step={passes}: the gradients of each pass are averaged and used at "
-                f"once, and nothing is accumulated. Call step() and zero_grad() once for every {passes} backward "
-                "passes, or leave backward_passes_per_step out.",
-                stacklevel=4,
-            )
 
 
 class AveragingOptimizer(OptimizerProxy):
@@ -133,7 +81,7 @@ class AveragingOptimizer(OptimizerProxy):
         self._skipping = False
         self._synchronized = False
         self._pattern = StatePattern(self._optimizer, self._states.complete_pattern)
-        self._warnings = _UseWarnings(reducer.state)
+        self._has_warned = False
         self._groups = FollowedGroups(self._optimizer, reducer, named, groups)
         if claims:
             reducer.engine.take_number()
@@ -162,11 +110,7 @@ class AveragingOptimizer(OptimizerProxy):
         A second call before the next backward does nothing. A ``step()`` without ``skip_synchronize`` does not average
         again either; it warns once, as Horovod does. With Adasum, `synchronize` does nothing.
         """
-        self._reducer.engine.require_own("optimizer.synchronize()")
-        self._reducer.state.begin_after_skipped()
-        self._groups.follow()
-        self._reducer.synchronize()
-        self._reducer.gather_averages()
+        self._gather_averages("optimizer.synchronize()")
         # With Adasum, `synchronize` did nothing.
         self._synchronized = not self._reducer.step.steps_first
 
@@ -295,24 +239,28 @@ class AveragingOptimizer(OptimizerProxy):
         self._reducer.exchange_state.see_scaler(sys._getframe(1))
         return self._reducer.step.steps_first or self._reducer.settings.outer is not None
 
-    def _average_for_scaler(self) -> None:
-        """Waits for the averages that a GradScaler unscales. A rank without gradients takes part with zeros."""
-        self._reducer.engine.require_own("GradScaler's step")
-        self._reducer.state.begin_after_skipped()
+    def _gather_averages(self, what: str, *, of_next_step: bool = True) -> None:
+        """Waits for all averages. ``of_next_step``: of the next step, where a GradScaler has skipped the last."""
+        self._reducer.engine.require_own(what)
+        if of_next_step:
+            self._reducer.state.begin_after_skipped()
         self._groups.follow()
         self._reducer.synchronize()
         self._reducer.gather_averages()
-        # Also of a step that it skips, for which it does not call `step`.
-        self._reducer.surplus.note_used_passes()
-        self._reducer.state.is_unscaled = True
 
     def _check_use(self, closure: object) -> None:
         """Warns of, or raises an error for, a `step` that is not used as it is meant."""
         self._reducer.engine.require_own("optimizer.step()")
         was_synchronized, self._synchronized = self._synchronized, False
-        if was_synchronized and not self._skipping:
-            self._warnings.synchronized_twice()
-        self._warnings.see_passes()
+        if was_synchronized and not self._skipping and not self._has_warned:
+            self._has_warned = True
+            # Horovod's words.
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
+                "if you use optimizer.synchronize() in your code.",
+                stacklevel=3,
+            )
         if closure is not None and self._by_bucket is not None:
             raise ValueError(
                 "step(closure) does not work with step_on_arrival=True, because the closure computes gradients inside "
@@ -443,12 +391,13 @@ class AveragingOptimizer(OptimizerProxy):
         """
         reader = sys._getframe(1).f_code.co_name
         if reader == _UNSCALING and not self._skipping:
-            self._average_for_scaler()
+            # A rank without gradients takes part with zeros.
+            self._gather_averages("GradScaler's step")
+            # Also of a step that it skips, for which it does not call `step`.
+            self._reducer.surplus.note_used_passes()
+            self._reducer.state.is_unscaled = True
         elif reader == _CLIPPING and not self._skipping:
-            self._reducer.engine.require_own("clipping gradients")
-            self._groups.follow()
-            self._reducer.synchronize()
-            self._reducer.gather_averages()
+            self._gather_averages("clipping gradients", of_next_step=False)
         return self._optimizer.param_groups
 
     @param_groups.setter

@@ -4,9 +4,10 @@
     save   all ranks: consolidate, random states ──► rank 0: state_dict of each ── write
     load   rank 0: read ── broadcast ──► all ranks: load_state_dict of each, random states
 
-The file is a dict by the names of what was saved, which ``torch.load`` reads too. Under the key "hvdlite" are the
-number of ranks, and each rank's random states. An error on rank 0 is sent in place of what the others wait for, and
-each rank tells the others whether it has loaded: all of them raise, or none.
+The file is replaced as a whole: a process that is killed meanwhile, or a full disk, leaves it as it was. It is a dict
+by the names of what was saved, which ``torch.load(weights_only=True)`` reads too: it runs no code. Under the key
+"hvdlite" are the number of ranks, and each rank's random states. An error on rank 0 is sent in place of what the others
+wait for, and each rank tells the others whether it has loaded: all of them raise, or none.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def write(path: str, content: Mapping[str, Any]) -> None:
             _save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        _require_loadable(temporary, content)
+        # It reads all but the tensors.
+        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         os.replace(temporary, target)
         _sync_directory(os.path.dirname(target))
     except BaseException as error:
@@ -55,6 +57,8 @@ def write(path: str, content: Mapping[str, Any]) -> None:
             os.unlink(temporary)
         if isinstance(error, OSError):
             raise OSError(error.errno, error.strerror, path) from error
+        for name, value in content.items() if isinstance(error, Exception) else ():
+            _require_savable(name, value)
         raise
 
 
@@ -83,44 +87,21 @@ def _save(content: Mapping[str, Any], file: Any) -> None:
     except Exception:
         if recording.error is not None:
             raise recording.error from None
-        for name, value in content.items():
-            _require_savable(name, value)
         raise
 
 
 def _require_savable(name: str, value: Any) -> None:
+    """Raises a TypeError for a value that cannot be saved, or that `read` would refuse, as it could run any code."""
+    file = io.BytesIO()
     try:
-        torch.save(value, io.BytesIO())
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise TypeError(
-            f"save_checkpoint: {name} cannot be saved: {_first_line(error)}: save tensors, numbers, texts, and lists "
-            "and dicts of these"
+            f"save_checkpoint: {name} cannot be saved, or not be loaded safely: {_first_line(error)}: save tensors, "
+            "numbers, texts, and lists and dicts of these"
         ) from error
-
-
-def _require_loadable(path: str, content: Mapping[str, Any]) -> None:
-    """Raises a TypeError that names what `read` would refuse. It reads all but the tensors."""
-    try:
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        for name, value in content.items():
-            if not _is_loadable(value):
-                raise TypeError(
-                    f"save_checkpoint: {name} has objects of a class that a checkpoint does not load, as that could "
-                    "run any code: save tensors, numbers, texts, and lists and dicts of these"
-                ) from error
-        raise
-
-
-def _is_loadable(value: Any) -> bool:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    try:
-        torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        return False
-    return True
 
 
 def _sync_directory(directory: str) -> None:

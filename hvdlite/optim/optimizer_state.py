@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,20 +70,20 @@ class Filler:
             new[:] = [self.fill(*pair) for pair in zip(beside, new, strict=True)]
         return new
 
-    def give_options(self, optimizer: Any, options: Sequence[dict[str, Any]]) -> None:
-        """Replaces all options of the parameter groups, which stay the same dictionaries with the same parameters."""
+    def give(self, optimizer: Any, options: Sequence[dict[str, Any]], state: dict[Any, Any] | None) -> None:
+        """Replaces all options of the groups, which keep their parameters; and the whole state, unless that is None.
+
+        Both stay the same dictionaries, since a scheduler or wrapper may refer to them.
+        """
         for entry, given in zip(optimizer.param_groups, options, strict=True):
             members = entry["params"]
             filled = self.fill(entry, given)
-            # In place, since a scheduler or wrapper may refer to the same dictionary.
             entry.clear()
             entry.update({"params": members, **filled})
-
-    def give_state(self, optimizer: Any, state: dict[Any, Any]) -> None:
-        """Replaces the whole ``optimizer.state``, which stays the same dictionary."""
-        filled = self.fill(dict(optimizer.state), state)
-        optimizer.state.clear()
-        optimizer.state.update(filled)
+        if state is not None:
+            filled = self.fill(dict(optimizer.state), state)
+            optimizer.state.clear()
+            optimizer.state.update(filled)
 
     def _keep(self, new: Any, kept: Any) -> Any:
         self._done[id(new)] = (kept, new)
@@ -172,7 +171,7 @@ def broadcast_optimizer_state(
     if isinstance(tree, str):
         raise TypeError(f"{kind}: the state of {sender} cannot be sent: {tree}") from error
     if not is_root:
-        state_of(tree, ValueDecoder(resolver(params, tensors), sender, kind), params).give_to(own, params)
+        take_state(tree, ValueDecoder(resolver(params, tensors), sender, kind), own)
 
 
 def what_is_equal(optimizer: Any) -> dict[str, Any]:
@@ -214,36 +213,8 @@ def unwrapped(optimizer: Any, kind: str) -> Any:
     return optimizer._optimizer if isinstance(optimizer, OptimizerProxy) else optimizer
 
 
-@dataclass(frozen=True, slots=True)
-class _Standing:
-    """The contents of an optimizer's ``param_groups`` and ``state``."""
-
-    options: list[dict[str, Any]]
-    # By the parameter's number, counted over all groups.
-    states: dict[int, Any]
-    # Entries of ``state`` whose keys are not parameters.
-    rest: dict[Any, Any]
-
-    def give_to(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
-        filler = Filler(params)
-        filler.give_options(optimizer, self.options)
-        states = {params[number]: state for number, state in self.states.items()}
-        filler.give_state(optimizer, {**states, **self.rest})
-
-
-@dataclass(frozen=True, slots=True)
-class _StateDict:
-    """The ``state_dict()`` of an optimizer that overrides that method."""
-
-    value: Any
-
-    def give_to(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
-        with loading_in_place(optimizer):
-            optimizer.load_state_dict(self.value)
-
-
 def encode_state(optimizer: Any, encoder: ValueEncoder, sent: SentTensors) -> list[Any]:
-    """Returns an optimizer's state as JSON, for `state_of`, with the tensors in ``sent``; ``optimizer`` is unwrapped.
+    """Returns an optimizer's state as JSON, for `take_state`, with the tensors in ``sent``; ``optimizer`` is unwrapped.
 
     A TypeError names a value that cannot be sent.
     """
@@ -265,17 +236,23 @@ def encode_state(optimizer: Any, encoder: ValueEncoder, sent: SentTensors) -> li
         sent.number_of, sent.owner = {}, NOBODY
 
 
-def take_options(tree: Sequence[Any], decoder: ValueDecoder, optimizer: Any) -> None:
-    """Gives a rank whose state is equal already the options alone of what `encode_state` has encoded.
+def take_state(tree: Sequence[Any], decoder: ValueDecoder, optimizer: Any, *, is_whole: bool = True) -> None:
+    """Gives an optimizer, unwrapped, what `encode_state` has encoded.
 
-    An optimizer with a ``state_dict`` of its own gets all of that.
+    Unless ``is_whole``, a rank whose state is equal already takes the options alone; but all of a ``state_dict`` of the
+    optimizer's own.
     """
+    # In the order in which they were encoded.
     value = decoder.decode(tree[1])
-    if tree[0]:
-        Filler(params_of(optimizer)).give_options(optimizer, value)
-    else:
+    if not tree[0]:
         with loading_in_place(optimizer):
             optimizer.load_state_dict(value)
+        return
+    params, state = params_of(optimizer), None
+    if is_whole:
+        rest = decoder.decode(tree[3])
+        state = {params[number]: decoder.decode(each) for number, each in tree[2]} | rest
+    Filler(params).give(optimizer, value, state)
 
 
 @contextmanager
@@ -309,16 +286,6 @@ def params_of(optimizer: Any) -> list[Tensor]:
 
 def _options_of(entry: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key != "params"}
-
-
-def state_of(tree: Sequence[Any], decoder: ValueDecoder, params: Sequence[Tensor]) -> _Standing | _StateDict:
-    """Returns the state that `encode_state` has encoded, with this rank's parameters."""
-    if not tree[0]:
-        return _StateDict(decoder.decode(tree[1]))
-    _, options, states, rest = tree
-    # In the order in which they were encoded.
-    decoded, others = decoder.decode(options), decoder.decode(rest)
-    return _Standing(decoded, {number: decoder.decode(state) for number, state in states}, others)
 
 
 def is_plain_optimizer(optimizer: Any) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from models import alike
 from ranks import attempt_ranks, run_ranks, set_of
 from torch import nn
-from training import take_steps, wrap
+from training import wrap
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
@@ -507,53 +507,6 @@ def test_gradients_that_come_at_once_from_two_devices_are_taken_one_after_the_ot
         reducer.begin_step = begin_step
         optimizer.step()
         assert first.tolist() == second.tolist() == [-1.0, -1.0]
-
-    run_ranks(2, rank)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"op": hvd.Adasum}, {"step_on_arrival": True}])
-def test_steps_that_accumulate_nothing_are_told_of_once(size, options):
-    def rank(group: Group) -> None:
-        model = alike(nn.Linear(2, 1))
-        optimizer = wrap(group, model.parameters(), backward_passes_per_step=4, **options)
-        take_steps(optimizer, lambda _: model(torch.ones(1, 2)).sum(), range(6))
-
-    with pytest.warns(UserWarning, match="nothing is accumulated") as told:
-        run_ranks(size, rank)
-    assert len(told) == size
-    assert "after a single backward pass in each of the first 3 steps, with backward_passes_per_step=4" in str(told[0])
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("options", [{}, {"op": hvd.Adasum}])
-def test_of_steps_that_accumulate_nothing_is_told_the_end_of_an_epoch_and_no_sync_are_none(options):
-    def rank(group: Group) -> None:
-        model = alike(nn.Linear(2, 1))
-
-        def backward() -> None:
-            model(torch.ones(1, 2)).sum().backward()
-
-        def epoch(batches: int) -> None:
-            optimizer.zero_grad()
-            for batch in range(1, batches + 1):
-                backward()
-                if batch % 4 == 0 or batch == batches:
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-        optimizer = wrap(group, model.parameters(), backward_passes_per_step=4, **options)
-        for _ in range(5):
-            epoch(5)
-        for _ in range(2):
-            epoch(1)
-        optimizer = wrap(group, model.parameters(), backward_passes_per_step=2, **options)
-        for _ in range(5):
-            optimizer.zero_grad()
-            with optimizer.no_sync():
-                backward()
-            backward()
-            optimizer.step()
 
     run_ranks(2, rank)
 
