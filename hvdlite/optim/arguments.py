@@ -292,8 +292,7 @@ def check_named_parameters(
 ) -> Named:
     """Returns the optimizer's parameters as (name, parameter), in the order of ``named_parameters``.
 
-    Parameters that the optimizer does not have are left out. A parameter with several names gets the first one.
-    Without ``named_parameters`` the names are those of `names_of_new`.
+    Others are left out, and one with several names gets the first. Without them the names are those of `names_of_new`.
     """
     if named_parameters is None:
         return names_of_new(optimizer, [])
@@ -327,10 +326,7 @@ def check_trained(named: Named) -> Named:
 
 
 def names_of_new(optimizer: torch.optim.Optimizer, named: Named) -> Named:
-    """Returns the optimizer's parameters that are not in ``named``, with names that are not there either.
-
-    These are the names in ``param_names`` of their group, or else their positions in ``param_groups``.
-    """
+    """Returns the optimizer's parameters that are not in ``named``, by new names: their group's, or their places."""
     known, taken = {id(param) for _, param in named}, {name for name, _ in named}
     found: Named = []
     for number, entry in enumerate(optimizer.param_groups):

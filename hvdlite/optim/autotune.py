@@ -6,16 +6,11 @@ Chooses the size of an optimizer's buckets by measuring how long buckets of a fe
 
 `optimizer` passes `tuned_cap` to the reducer, and `own_engine` calls it once the optimizer's engine is open.
 
-The model of a step: backward produces gradients at a constant rate in bytes. A bucket is ready when its last gradient
-is. Buckets are sent one after the other, and each takes the time that its line predicts. Small buckets pay many
-latencies; large ones make the step wait long for the last. The length of backward is not known before the first step.
-It is assumed to be as long as sending all bytes without latency. The size matters most then: a longer backward hides
-all buckets but the last, and with a shorter one the link is always busy, whatever the size.
+The model of a step: backward produces gradients at a constant rate in bytes, and takes as long as sending all of them
+without latency, where the size matters most. A bucket is ready when its last gradient is. Buckets are sent one after
+the other, and each takes the time that its line predicts.
 
-The log has one line of JSON for each optimizer: ``at`` (UTC), ``ranks``, ``compression``; ``engines``, each with
-``device_type``, ``dtype`` (of gradients), ``bytes`` and ``medians_s`` as measured, ``alpha_s`` and ``beta_s_per_byte``
-as fitted; ``candidates``, each with ``cap_bytes``, ``buckets`` and ``step_s`` as predicted; and the chosen
-``cap_bytes``.
+The log has one line of JSON for each optimizer; see `_conclude`.
 """
 
 from __future__ import annotations
@@ -80,10 +75,7 @@ class TimeModel(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A bucket cap and its prediction: ``step_s`` is from the start of backward to the last average.
-
-    ``step_s`` is the first field, so that ``min`` of candidates finds the shortest step.
-    """
+    """A bucket cap and its prediction. ``step_s``, from backward's start to the last average, is first, for `min`."""
 
     step_s: float
     buckets: int
@@ -101,9 +93,9 @@ def tuned_cap(
 ) -> int:
     """Measures, and returns the bucket cap in bytes for these parameters. Every rank of the group must call it.
 
-    Nothing else may use the group's engine meanwhile. Rank 0 appends a line of JSON to the file ``path``. A group of
-    one rank measures nothing and keeps the cap of ``settings``. Raises MismatchError on every rank if the ranks'
-    parameters differ, and OSError on every rank if rank 0 cannot write the file.
+    Rank 0 appends a line of JSON to the file ``path``. A group of one rank measures nothing and keeps the cap of
+    ``settings``. Raises MismatchError on every rank if the ranks' parameters differ, and OSError on every rank if rank
+    0 cannot write the file.
     """
     specs = [ParamSpec.of(name, param) for name, param in named]
     require_same_model(group, [(spec.name, spec.describe()) for spec in specs])
@@ -184,9 +176,9 @@ def measure(
 def fit(times_s: Mapping[int, float]) -> TimeModel:
     """Returns the line with the least sum of relative deviations from ``times_s``, the measured seconds by bytes.
 
-    It tries every line through two points, and every line through one point that has only a latency or only a
-    bandwidth. Deviations are relative, so that a small bucket's microseconds count as much as a large one's
-    milliseconds. They are not squared, so that one size measured on a busy machine does not dominate.
+    It tries every line through two points, and every line through one that has only a latency or only a bandwidth.
+    Relative, so that a small bucket's microseconds count, and not squared, so that no size measured on a busy machine
+    dominates.
     """
     points = [(nbytes, max(time_s, _SHORTEST_S)) for nbytes, time_s in times_s.items()]
     lines = [TimeModel(time_s, 0.0) for _, time_s in points]

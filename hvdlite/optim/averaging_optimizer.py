@@ -65,8 +65,7 @@ class AveragingOptimizer(OptimizerProxy):
     ) -> None:
         """Starts to average the gradients of these parameters. Waits for no other rank.
 
-        ``claims``: take the optimizer's number now, as when every rank constructs one. Without it, the number is taken
-        at first use, so the optimizers that all ranks use first at that time belong together.
+        ``claims``: take the optimizer's number now, as where every rank constructs one, and not at first use.
         """
         self._reducer = reducer
         self._by_bucket: StepByBucket | None = None
@@ -118,21 +117,18 @@ class AveragingOptimizer(OptimizerProxy):
         """Returns the loss, scaled so that ``step()`` averages gradients by the samples or tokens ``n`` of each rank.
 
         ``loss`` is the mean over the n samples or tokens of this rank's batch. The gradient of the step is then that of
-        the mean over the samples of all ranks: sum(n g) / sum(n). A plain average over ranks is the mean of their
-        means, in which a sample of a small batch, or a token of a short one, counts for more: so it differs from one
-        process on the whole batch (pytorch/pytorch#67253, huggingface/transformers#34242)::
+        the mean over the samples of all ranks: sum(n g) / sum(n). A plain average is the mean of their means, in which
+        a sample of a small batch counts for more (pytorch/pytorch#67253, huggingface/transformers#34242)::
 
-            loss = optimizer.weighted(loss, n)
-            loss.backward()
+            optimizer.weighted(loss, n).backward()
             optimizer.step()
 
         Call it on every rank for every loss, before its backward pass, or on none: ranks that differ in a step get a
         MismatchError that names them. (On a GPU only those that called it look.) Over several backward passes n adds
         up. ``n`` is a whole number from 0, or a tensor of one, which is read and so waits for a GPU. With n = 0 the
-        loss may be NaN, as a mean over nothing is: it counts as zero, and its backward pass gives no parameter a
-        gradient. The returned loss is for the backward pass alone. It is ``loss * n / reference``, where the reference,
-        equal on all ranks, is the mean n of the last step, to keep gradients in range for 16-bit wires. n is sent
-        exactly, with the first bucket, and not in a collective of its own. A rank that has joined counts as n = 0.
+        loss may be NaN, and its backward pass gives no parameter a gradient. The returned loss is for the backward pass
+        alone: it is ``loss * n / reference``, where the reference, equal on all ranks, is the mean n of the last step,
+        to keep gradients in range for 16-bit wires. n costs no collective. A rank that has joined counts as n = 0.
 
         Raises ValueError for other ``n``, with another ``op`` than ``hvd.Average``, with ``exchange=``, and ``outer=``.
         """
@@ -232,9 +228,8 @@ class AveragingOptimizer(OptimizerProxy):
     def _step_supports_amp_scaling(self) -> bool:
         """What GradScaler asks an optimizer in its own ``step``, and so where it is seen.
 
-        If False, GradScaler unscales the averages itself before it decides whether to step. With Adasum each rank has
-        its own gradients, so the ranks must decide together, and outer steps count skipped steps too: see
-        `Reducer.agree_to_step`.
+        If False, it unscales the averages itself before it decides whether to step. With Adasum and outer steps the
+        ranks decide together: see `Reducer.agree_to_step`.
         """
         self._reducer.exchange_state.see_scaler(sys._getframe(1))
         return self._reducer.step.steps_first or self._reducer.settings.outer is not None
@@ -249,7 +244,6 @@ class AveragingOptimizer(OptimizerProxy):
         self._reducer.gather_averages()
 
     def _check_use(self, closure: object) -> None:
-        """Warns of, or raises an error for, a `step` that is not used as it is meant."""
         self._reducer.engine.require_own("optimizer.step()")
         was_synchronized, self._synchronized = self._synchronized, False
         if was_synchronized and not self._skipping and not self._has_warned:
@@ -383,8 +377,7 @@ class AveragingOptimizer(OptimizerProxy):
         """The wrapped optimizer's parameter groups. Reading them is local, and any thread may do so.
 
         Only where a GradScaler reads them, to unscale the gradients or to look for infinities, or Lightning, to clip
-        them, this waits for the averages, as `synchronize` does: all ranks must find the same. Before clipping by group
-        yourself, call `synchronize`.
+        them, this waits for the averages, as `synchronize` does. Before clipping by group yourself, call `synchronize`.
 
         A parameter that is put into them is averaged from then on, and one that leaves them is let go. Every rank must
         make the same change.

@@ -70,7 +70,7 @@ class DistributedOptimizer(AveragingOptimizer):
     equally often. The constructor waits for no other rank. At the first step the ranks compare arguments and models,
     and a `MismatchError` on every rank names the argument or the first parameter that differs. All ranks must construct
     several optimizers one after the other, in the same order, but may use them in any order. Constructing in two
-    threads at once raises RuntimeError.
+    threads at once raises RuntimeError. An average is bit-identical on all ranks, and from run to run.
 
     ``optimizer``: any of `torch.optim` except LBFGS, or a subclass of `torch.optim.Optimizer`. It is wrapped, not
     copied: its state, LR schedulers and hooks keep working.
@@ -78,29 +78,26 @@ class DistributedOptimizer(AveragingOptimizer):
     ``named_parameters``: ``model.named_parameters()``. The names appear in messages and must be unique.
 
     ``compression``: the format in which gradients are sent, see `Compression`. Parameters and optimizer state keep
-    their dtype. Your own compression gets only gradients: a whole bucket if it is a `Compressor`, or each gradient in
-    its shape if it is in Horovod's style. The wires that it makes are summed and divided. They are sent in ``step()``,
-    not during backward. An error in it is raised on every rank. ``hvd.Compression.int8``, ``.int4``, ``.topk()``,
-    ``.powersgd()`` or a `Codec` of your own are for slow links: they are used between hosts only, and what they take
-    from a gradient is added to the next. ``state_dict()`` has that under the key ``"hvdlite"``. It differs by rank:
-    save and load it on every rank, or call `consolidate_state_dict` first.
+    their dtype. Your own compression gets a whole bucket if it is a `Compressor`, or each gradient in its shape if it
+    is in Horovod's style; the wires that it makes are summed and divided, in ``step()`` and not during backward. An
+    error in it is raised on every rank. ``.int8``, ``.int4``, ``.topk()``, ``.powersgd()`` or a `Codec` of your own are
+    for slow links: they are used between hosts only, and what they take from a gradient is added to the next.
+    ``state_dict()`` has that under the key ``"hvdlite"``. It differs by rank: save and load it on every rank, or call
+    `consolidate_state_dict` first.
 
-    ``backward_passes_per_step``: the number of backward passes that add to a gradient before it is averaged. They are
-    summed, not averaged, as in Horovod. An earlier ``step()``, for example at the end of an epoch, averages the
-    gradients so far.
+    ``backward_passes_per_step``: the number of backward passes whose gradients are summed, as in Horovod, before they
+    are averaged. An earlier ``step()``, as at the end of an epoch, averages the gradients so far.
 
     ``op``: ``hvd.Average``, ``hvd.Sum``, or ``hvd.Adasum`` (arXiv 2006.02924). With Adasum each rank takes the wrapped
     optimizer's step with its own gradients, and then the changes of the parameters are combined. Each rank keeps its
     own optimizer state and GradScaler scale. `synchronize` does nothing then, and `skip_synchronize` is an error.
 
     ``gradient_predivide_factor``: f scales by 1/f before the sum and by f/size after it; only for ``Average``. With 1.0
-    the sum is divided by size, so the average of equal gradients is exactly that gradient. Gradients sent in 16 bits
-    are then scaled by 1/size before the sum instead, so that the sum does not overflow.
-
-    ``num_groups``: Horovod's older name for a number of ``groups``.
+    the sum is divided by size, so the average of equal gradients is exactly that gradient; gradients sent in 16 bits
+    are scaled by 1/size before the sum instead, so that it does not overflow.
 
     ``groups``: gradients that are sent together: a number of groups of neighbouring parameters, or lists of parameters.
-    Other gradients are grouped by size.
+    Other gradients are grouped by size. ``num_groups`` is Horovod's older name for a number.
 
     ``sparse_as_dense``: average sparse gradients as dense ones instead of gathering their rows. The optimizer gets them
     as sparse gradients again.
@@ -110,38 +107,33 @@ class DistributedOptimizer(AveragingOptimizer):
     ``bucket_cap_mb``: the maximum size of a bucket in MiB. Each bucket is sent as soon as it is full. The default is
     ``HVDLITE_FUSION_THRESHOLD`` in bytes (0: one bucket for each parameter), or else 16 MiB, 17 with a codec.
 
-    ``autotune``: choose the bucket size by measuring. For about a second at most, in the first step, the ranks average
-    buckets of zeros. From the measured latency and bandwidth, and the sizes of this model's gradients, they predict
-    which cap gives the shortest step. All ranks use the same cap from then on, also for parameters that are added
-    later, and rank 0 logs it at level info. `HVDLITE_AUTOTUNE=1` does this for every optimizer without
+    ``autotune``: choose the bucket size by measuring, for about a second at most in the first step. All ranks use the
+    same size from then on, and rank 0 logs it at level info. `HVDLITE_AUTOTUNE=1` does this for every optimizer without
     ``bucket_cap_mb``. ``autotune=True`` with ``hvd.Adasum``, or with a given size, is a ValueError.
 
     ``step_on_arrival``: let ``step()`` update the parameters of a bucket as soon as its averages arrive, while other
     buckets are still being sent. The results are bit-identical, but for frozen parameters whose gradients would stay
-    zeros with ``zero_grad(set_to_none=False)``. The gradients are then freed: after ``step()`` every
-    ``param.grad`` is None. (Buckets in shared memory keep their memory.) The optimizer must update each parameter
-    independently, as all of `torch.optim` do that can be wrapped. The step is taken as a whole if all averages have
-    arrived before it (after `synchronize` or with GradScaler), or if a step hook is registered. A step that fails
-    midway, since another rank has crashed, may have updated some of the parameters. It supports neither closures nor
-    Adasum.
+    zeros with ``zero_grad(set_to_none=False)``. After ``step()`` every ``param.grad`` is None. The optimizer must
+    update each parameter independently, as all of `torch.optim` do that can be wrapped. The step is taken as a whole if
+    all averages have arrived before it (after `synchronize` or with GradScaler), or if a step hook is registered. A
+    step that fails midway, since another rank has crashed, may have updated some of the parameters. It supports neither
+    closures nor Adasum.
 
     ``exchange``: your own way to combine gradients, in place of an all-reduce: a class derived from `Exchange`, or a
     function without arguments that returns an instance. It replaces ``op``, ``compression``,
     ``gradient_predivide_factor`` and ``autotune``, which must be left out. ``state_dict()`` has its state under the key
-    ``"hvdlite"``. That state differs by rank, so save and load it on every rank. Sparse gradients are gathered, unless
-    ``sparse_as_dense``.
+    ``"hvdlite"``, by rank as above. Sparse gradients are gathered, unless ``sparse_as_dense``.
 
     ``max_norm``: clip the averages in ``step()`` by their global 2-norm, with the bits of
     `torch.nn.utils.clip_grad_norm_` over the parameters in the order of ``named_parameters``: also for inf and NaN, and
     for sparse gradients. The norm before clipping is `grad_norm`. A GradScaler has unscaled the gradients by then. It
-    costs no collective. On a CPU gradients are measured while others are still being sent, and are not multiplied if
-    the norm is small enough. It does not work with Adasum or ``step_on_arrival``.
+    costs no collective. It does not work with Adasum or ``step_on_arrival``.
 
     ``outer``: `LocalSGD` or `DiLoCo`, for hosts that train apart for several steps. Gradients are then averaged only
     over the ranks of a host (of each rank alone where hosts have different numbers of ranks). Use `averaged` to
     evaluate and to save the model. ``state_dict()`` has this rank's part of the state under ``["hvdlite"]["outer"]``:
-    save and load it on every rank. Each call of ``step()`` counts, also one in which GradScaler skips the update, so
-    every rank must call it equally often. A single host trains as without it.
+    save and load it on every rank. Each call of ``step()`` counts, also one in which GradScaler skips the update. A
+    single host trains as without it.
 
     ``shard``: ``"world"`` or ``"host"``, to divide the optimizer's work and state among all ranks, or among those of
     each host: each rank updates its part of the parameters, and all gather them in ``step()``. On one host the results
@@ -156,8 +148,6 @@ class DistributedOptimizer(AveragingOptimizer):
     float32, too, with the optimizer's state in float32, and the parameters are these, rounded. Checkpoints have them in
     the state of their parameter, under the key ``"master"``. Where a program writes the parameters itself, as it does
     to load a model, they follow.
-
-    An average is bit-identical on all ranks, and from run to run.
     """
 
     def __init__(
@@ -268,10 +258,9 @@ class DistributedOptimizer(AveragingOptimizer):
         }
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
-        """Wraps the unpickled optimizer for the current world.
+        """Wraps the unpickled optimizer for the current world. Communicates with no other rank and takes no number.
 
-        Communicates with no other rank and takes no number, so a single rank may unpickle one to inspect it. At its
-        first step it takes the next number, and belongs together with those that the other ranks first use then.
+        So a single rank may unpickle one to inspect it. At its first step it takes the next number.
         """
         super().__init__(pickled["optimizer"])
         self._given_settings, self._given_compression = pickled["settings"], pickled["compression"]
@@ -297,10 +286,7 @@ def _describe(
     settings: Settings,
     exchange: Exchange,
 ) -> tuple[Arguments, Callable[..., int] | None]:
-    """Returns the arguments that the ranks of a world compare when they open the engine, and autotune, or None.
-
-    ``is_tuned_here`` returns whether this rank takes part in autotune in the current world.
-    """
+    """Returns the arguments that the ranks of a world compare when they open the engine, and autotune, or None."""
     tunes = is_tuned_here()
     arguments = {
         **settings.compared(exchange),

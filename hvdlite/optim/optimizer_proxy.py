@@ -1,11 +1,12 @@
 """
 `OptimizerProxy`: wraps an optimizer, and forwards everything to it. It has Horovod's names besides.
+`FollowedGroups`: the named parameters that are averaged, which follow the wrapped optimizer's groups.
 
-    optimizer.state, .defaults, ... ── those of the wrapped optimizer
-    optimizer._parameter_names, ._handles, ._requires_update, .op, ... ── computed from the reducer at each access
+    optimizer._parameter_names, ._handles, .op, ... ── computed from the reducer at each access, so never out of date
+    optimizer.param_groups ── follow (in step) ── averaged from then on ── let_go (after it) ── what has left is not
 
-Nothing is stored here, so nothing can be out of date: each access of Horovod's names returns a new dictionary or set,
-and changing it has no effect on the optimizer. Its subclass `averaging_optimizer.AveragingOptimizer` averages.
+Programs change the groups themselves, as in densification, and every rank must make the same changes. The subclass
+`averaging_optimizer.AveragingOptimizer` averages.
 """
 
 from __future__ import annotations
@@ -60,11 +61,10 @@ class FollowedGroups:
         )
 
     def follow(self) -> None:
-        """Averages what has come to the groups.
+        """Averages what has come to the groups. Raises GradientError if another optimizer averages it in this step.
 
         Call it only where all ranks come, and never where a step begins: a rank without a backward pass begins it in
-        ``step()``, and would find in one change, and send in one bucket, what another has found in two. Raises
-        GradientError if another optimizer averages the gradient of a new parameter in this step.
+        ``step()``, and would find in one change, and send in one bucket, what another has found in two.
         """
         if self._is_followed(self._members()):
             return
@@ -77,8 +77,7 @@ class FollowedGroups:
     def let_go(self) -> None:
         """Averages what has come to the groups, and lets go of what has left them; only between two steps.
 
-        A step does not begin with this: ranks begin it at different points, one with its first gradient and one without
-        any when it steps, and all must make the same changes in the same step.
+        Ranks begin a step at different points, and all must make the same changes in the same step.
         """
         members = self._members()
         if self._is_followed(members):
@@ -94,10 +93,7 @@ class FollowedGroups:
         return named, [[name for name in names if name not in gone] for names in self.shared]
 
     def for_copy(self) -> tuple[list[tuple[str, Tensor]], list[list[str]]]:
-        """Returns the named parameters, and the names that share a bucket, of a copy, which has what is in the groups.
-
-        It changes nothing here: a single rank may copy its optimizer.
-        """
+        """Returns the named parameters of a copy, which has what is in the groups, and names that share a bucket."""
         named, shared = self._without(self.gone())
         return [*named, *check_trained(names_of_new(self._optimizer, self.named))], shared
 
@@ -113,10 +109,7 @@ class FollowedGroups:
 
 
 class OptimizerProxy(torch.optim.Optimizer):
-    """An optimizer, for LR schedulers, GradScaler and the like, that shares the wrapped one's state.
-
-    A subclass adds ``step``, ``param_groups``, ``state_dict`` and ``load_state_dict``.
-    """
+    """An optimizer, for LR schedulers, GradScaler and the like, that shares the wrapped one's state."""
 
     shard: str | None = None
     """Whose ranks share the optimizer's state: those of the ``"world"``, or of each ``"host"``; None: nobody's."""

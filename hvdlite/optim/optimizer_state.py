@@ -35,10 +35,11 @@ from .optimizer_proxy import OptimizerProxy
 
 
 class Filler:
-    """Copies new values into old tensors, of one optimizer at one time.
+    """Copies new values into old tensors, of one optimizer at one time, as far as shape, dtype and device are equal.
 
-    Each old tensor takes one new value: where the program has one tensor in two places, and the new values are two, the
-    second place gets the new tensor. Where two places have the same new tensor, they share one afterwards.
+    A program may hold such a tensor itself, for example a learning rate that it multiplies, and a captured CUDA graph
+    reads state by its address. Each old tensor takes one new value: where the program has one tensor in two places, and
+    the new values are two, the second place gets the new tensor.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -127,17 +128,14 @@ def broadcast_optimizer_state(
     """Sends the root's optimizer state to every rank: learning rates, momenta, step counters.
 
     Every rank must call it. Afterwards each rank has exactly the root's options of parameter groups and state of
-    parameters: whatever only another rank had is removed. Values keep their types, and tensors their dtypes.
-    They are copied into the tensors that the rank has in their places, such as a learning rate that is a tensor: the
-    program's own changes of it go on being the optimizer's. (``load_state_dict`` replaces such tensors: where only the
-    root has called it, take the tensor from ``param_groups`` again.)
-    ``optimizer.defaults``, which apply to groups that are added later, are not sent, as in Horovod.
+    parameters. Values keep their types, and tensors their dtypes. They are copied into the tensors that the rank has in
+    their places, such as a learning rate that is a tensor. (``load_state_dict`` replaces such tensors: where only the
+    root has called it, take the tensor from ``param_groups`` again.) ``optimizer.defaults`` are not sent, as in
+    Horovod.
 
-    Takes no step and changes no parameter. If the root's optimizer has no state yet, none has any afterwards. ``model``
-    is ignored, and accepted since Horovod has it. Raises `MismatchError` on every rank if the ranks' parameters have
-    different shapes or groups, or if their optimizers have different classes.
-
-    Several threads may call it at once for optimizers whose parameters have different shapes.
+    Takes no step and changes no parameter. ``model`` is ignored, and accepted since Horovod has it. Raises
+    `MismatchError` on every rank if the ranks' parameters have different shapes or groups, or if their optimizers have
+    different classes. Several threads may call it at once for optimizers whose parameters have different shapes.
     """
     kind = BROADCAST_OPTIMIZER_STATE.name
     own = unwrapped(optimizer, kind)
@@ -175,10 +173,7 @@ def broadcast_optimizer_state(
 
 
 def what_is_equal(optimizer: Any) -> dict[str, Any]:
-    """Returns what must be equal on all ranks, as in `Operation`: the optimizer's class, and its parameters' shapes.
-
-    ``optimizer`` is unwrapped. A TypeError or a ValueError for parameters that have no shape yet.
-    """
+    """Returns what must be equal on all ranks, as in `Operation`: an unwrapped optimizer's class, and shapes."""
     for entry in optimizer.param_groups:
         for param in entry["params"]:
             # Other parameters are not sent themselves: only their shapes are needed.
@@ -214,7 +209,7 @@ def unwrapped(optimizer: Any, kind: str) -> Any:
 
 
 def encode_state(optimizer: Any, encoder: ValueEncoder, sent: SentTensors) -> list[Any]:
-    """Returns an optimizer's state as JSON, for `take_state`, with the tensors in ``sent``; ``optimizer`` is unwrapped.
+    """Returns an unwrapped optimizer's state as JSON, for `take_state`, with the tensors in ``sent``.
 
     A TypeError names a value that cannot be sent.
     """
@@ -260,7 +255,7 @@ def loading_in_place(optimizer: Any) -> Iterator[None]:
     """A context for ``load_state_dict``, after which tensors and groups are the earlier ones, with the loaded values.
 
     What is loaded must be copies that nobody else has. Of an optimizer that overrides ``load_state_dict`` only the
-    options keep their tensors: it may refer to the state that it has loaded.
+    options keep their tensors.
     """
     optimizer = optimizer._optimizer if isinstance(optimizer, OptimizerProxy) else optimizer
     groups, state = list(optimizer.param_groups), dict(optimizer.state) if is_plain_optimizer(optimizer) else {}

@@ -94,10 +94,7 @@ class Opening:
     def __init__(
         self, connection: Connection, number: int, member: SitsOut, description: Description, plan: EnginePlan
     ) -> None:
-        """``number`` is the optimizer's among those of these ranks. ``member`` sits out steps for `join`.
-
-        The ranks compare ``description``, that of their models.
-        """
+        """``number`` is the optimizer's among those of these ranks, which compare ``description``, of their models."""
         self.ranks = connection.group
         self._connection = connection
         self._number = number
@@ -253,10 +250,7 @@ class OwnEngine:
 
     @property
     def links_for_backward(self) -> Links | None:
-        """The links while something may be sent in backward: None before they are open.
-
-        The ranks compare parameters that were added or have left in the step, before anything is sent.
-        """
+        """The links while something may be sent in backward: None before they are open and changes are compared."""
         return None if self._uncompared else self.links
 
     # -- opening
@@ -288,8 +282,7 @@ class OwnEngine:
     def connect(self) -> Group:
         """Returns the ranks with the optimizer's own engine. The first call opens it and compares the models.
 
-        Every rank must call it; the first step does. Raises MismatchError on every rank if the ranks have different
-        parameters or arguments.
+        Every rank must call it. Raises MismatchError on every rank if parameters or arguments differ.
         """
         if self.group is None:
             self.ranks.require_open("averaging gradients")

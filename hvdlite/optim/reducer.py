@@ -63,11 +63,10 @@ _MANY_BYTES = 2**25
 
 
 class Reducer:
-    """Averages the gradients of some parameters over the ranks of a group.
+    """Averages the gradients of some parameters over the ranks of a group. All must call `synchronize` equally often.
 
-    All ranks must call `synchronize` equally often. Between two calls the ranks may differ in which parameters they
-    use, and in the order of the gradients. After `hvd.shutdown()` and `hvd.init()`, the next gradient, step or
-    `zero_grad` connects to the ranks of the new world, however many there are, and makes a new step, with new buckets.
+    Between two calls the ranks may differ in which parameters they use, and in the order of the gradients. In a new
+    world the next gradient, step or `zero_grad` makes a new step, with new buckets.
     """
 
     step: Step
@@ -138,7 +137,7 @@ class Reducer:
     def follow_world(self, buffers: Buffers = ()) -> None:
         """Connects to the current world, if the old one has been shut down. Waits for no other rank.
 
-        Gradients that were being averaged in the old world are dropped. The state of the exchange is kept. The new
+        Gradients that were being averaged in the old world are dropped; the state of the exchange is kept. The new
         buckets use these ``buffers`` of the old ones, if their memory was kept.
         """
         if not self.engine.is_world_closed:
@@ -219,10 +218,7 @@ class Reducer:
         self.engine.compare_later(description)
 
     def drop_params(self, names: Collection[str]) -> None:
-        """Lets go of parameters. Every rank must call it, with the same names and between two steps; it waits for none.
-
-        Raises GradientError with outer steps.
-        """
+        """Lets go of parameters, between two steps. Every rank must call it, with the same names; it waits for none."""
         self.follow_world()
         known = {name: param for added in self.step.plan.added for name, param in added.params.items()}
         dropped = [known[name] for name in names if name in known]
@@ -260,10 +256,7 @@ class Reducer:
                 hook.remove()
 
     def require_own_gradients(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises GradientError if another optimizer averages, or has averaged, a gradient of these in this step.
-
-        They have come from that one's groups, and would be averaged twice.
-        """
+        """Raises GradientError if another optimizer averages, or has averaged, a gradient of these in this step."""
         for name, param in named:
             others = [each for each in _reducers_of(param) if each is not self]
             if self._world.reducers.has_averaged(param) or any(each.has_gradient_of(param) for each in others):
@@ -362,11 +355,11 @@ class Reducer:
     def synchronize(self, update: Arrived | None = None, arrived: Arrived | None = None) -> None:
         """Waits for all ranks, and leaves the averages in ``param.grad``. Does nothing if that is done already.
 
-        ``update`` is called with some parameters as soon as their averages arrive, while others are still being sent.
-        Afterwards these gradients are set to None. ``arrived`` is called likewise, and the gradients stay. Neither is
-        called for sparse gradients, nor if there are no buckets. A parameter that no rank used keeps ``grad = None``.
-        One that some ranks used is averaged over all ranks, and the others count as zero. After too many backward
-        passes this still waits, but the gradients are unusable: see `StepState.require_sound`.
+        ``update`` is called with some parameters as soon as their averages arrive, while others are still being sent;
+        then these gradients are set to None. ``arrived`` is called likewise, and the gradients stay. Neither is called
+        for sparse gradients, nor if there are no buckets. A parameter that no rank used keeps ``grad = None``; of one
+        that some ranks used, the others count as zero. After too many backward passes gradients are unusable: see
+        `require_sound`.
         """
         if not self.state.is_in_step:
             self.follow_world()
@@ -382,10 +375,7 @@ class Reducer:
             point("voted")
 
     def gather_averages(self) -> None:
-        """Leaves all averages of the step in ``param.grad``, where each rank has only those that it updates.
-
-        Every rank must call it after `synchronize`; it waits for all. Does nothing if that is done already.
-        """
+        """Leaves all averages in ``param.grad``, also of others' parts. Every rank must call it after `synchronize`."""
         if self.state.phase is StepPhase.AVERAGED and not self._has_all_averages:
             self._has_all_averages = True
             self.step.plan.gather_averages(self.engine.connected().all)
@@ -397,9 +387,9 @@ class Reducer:
     def require_nothing_pending(self, action: str, way_out: str) -> None:
         """Raises GradientError if this action would lose complete gradients that are not synchronized.
 
-        ``action`` and ``way_out`` are parts of the message. Surplus gradients (see `surplus`) are no error: this waits
-        for them and drops them, as it drops those of a world that has been shut down. Gradients that have not had all
-        their backward passes stay, and count their passes anew.
+        Surplus gradients (see `surplus`) are no error: this waits for them and drops them, as it drops those of a world
+        that has been shut down. Gradients that have not had all their backward passes stay, and count their passes
+        anew.
         """
         self.follow_world()
         pending = self.surplus.pending(action, way_out)
@@ -408,9 +398,8 @@ class Reducer:
     def settle(self, action: str, way_out: str) -> None:
         """Does as `require_nothing_pending` for an action that leaves gradients where they are.
 
-        Every rank must call it, and waits for all. All average surplus gradients, also with ``op=Sum``, and may then
-        add to the averages: the next step combines them once more. Raises GradientError on all ranks if one has others
-        pending.
+        Every rank must call it, and waits for all. All average surplus gradients: the next step combines them once
+        more. Raises GradientError on all ranks if one has others pending.
         """
         self.follow_world()
         agreed = self.surplus.agreed(self.engine.ranks, action, way_out)
@@ -489,9 +478,8 @@ class Reducer:
     def sit_out(self, average_of_active: bool) -> bool:
         """Takes part in one step of the other ranks without gradients, for `join`. Returns False if all ranks sat out.
 
-        If some gradients are complete already, they are averaged in that step, even if this reducer is closed by now:
-        other ranks are in it. Otherwise no parameter has a gradient afterwards. With Adasum the parameters change as on
-        the other ranks.
+        Gradients that are complete already are averaged in that step, even if this reducer is closed by now. Otherwise
+        no parameter has a gradient afterwards. With Adasum the parameters change as on the other ranks.
         """
         if why := self.step.why_no_join():
             raise GradientError(why)

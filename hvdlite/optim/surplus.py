@@ -7,12 +7,9 @@
 They are surplus if other optimizers have stepped with all backward passes of the current step. They may be averaged by
 now, so all ranks must do the same with them, and the program decides by what it does first:
 
-    step()                        averages and uses them, as any others
-    zero_grad()                   all ranks drop them, and end the step that has begun with them
-    sets them to None; backward   the same: the pass begins the next step
-    backward on top of them       an error, since the sum would depend on how far the average was
-
-The `Reducer` asks here which gradients these are, and ends the step.
+    step()                                      averages and uses them, as any others
+    zero_grad(), or sets to None and backward   all ranks drop them, and end the step that has begun with them
+    backward on top of them                     an error, since the sum would depend on how far the average was
 """
 
 from __future__ import annotations
@@ -73,8 +70,8 @@ class SurplusGradients:
     def are_dropped_before(self, param: Tensor) -> bool:
         """Whether a new backward pass finds surplus gradients, which the user has dropped or replaced.
 
-        ``param`` is the one with the pass's first gradient, to which it must not have been added. Raises GradientError
-        if the user has dropped some of them and not all: those that are left may be averages by now.
+        ``param`` has the pass's first gradient, to which it must not have been added. Raises GradientError if the user
+        has dropped some of them and not all: those that are left may be averages by now.
         """
         if not self._state.backwards:
             return False
@@ -97,10 +94,7 @@ class SurplusGradients:
         return True
 
     def error_of_addition(self, state: GradientState, backward: int) -> GradientError:
-        """Gives up the step, and returns the error: a pass has added to a complete gradient, which may be sent.
-
-        ``backward`` is autograd's number of the pass.
-        """
+        """Gives up the step, and returns the error of the pass ``backward`` that has added to a complete gradient."""
         is_replaced = self._step.is_replaced
         if self._engine.is_world_closed and not is_replaced:
             return GradientError(
@@ -123,10 +117,7 @@ class SurplusGradients:
     # -- the program drops gradients, or changes what has them
 
     def pending(self, action: str, way_out: str) -> PendingKind:
-        """Returns which gradients an action would lose. Raises GradientError if they are the program's own.
-
-        ``action`` and ``way_out`` are parts of the message.
-        """
+        """Returns which gradients an action would lose. Raises GradientError if they are the program's own."""
         found = self._found()
         if found is PendingKind.OWN:
             raise self._own_are_pending(action, way_out)
@@ -135,7 +126,7 @@ class SurplusGradients:
     def agreed(self, ranks: Group, action: str, way_out: str) -> PendingKind:
         """Returns what all ranks do with theirs: nothing, average them, or drop them. Every rank must call it.
 
-        It waits for all. Raises GradientError on all ranks if one has others pending.
+        Raises GradientError on all ranks if one has others pending.
         """
         own = self._found()
         everyone = compare(ranks, own.value, "looking for gradients that are being averaged")
