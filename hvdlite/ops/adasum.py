@@ -4,11 +4,10 @@ Adasum: gradients added where they are orthogonal, averaged where they point the
     slices of all ranks' tensors, each rank gets its own ── dot products of all pairs ── summed over the slices
     ── weights of the ranks, through the tree ── own slice of the result ── gathered
 
-`reduction` calls it. Two gradients a and b become ``(1 - a.b / 2|a|²) a + (1 - a.b / 2|b|²) b``. More gradients are
-combined in pairs along a binary tree: first neighbours, 0 with 1 and 2 with 3, then the pairs, and so on. A gradient
-without a neighbour on a level moves up unchanged. With a power of two ranks this is the paper's tree. The result of the
-tree is a weighted sum of the ranks' gradients, and the weights follow from the dot products alone. So besides one
-reduce-scatter and one all-gather, the ranks exchange only dot products. Dot products and weights are in float64.
+Two gradients a and b become ``(1 - a.b / 2|a|²) a + (1 - a.b / 2|b|²) b``. More are combined in pairs along a binary
+tree: 0 with 1 and 2 with 3, then the pairs, and so on; one without a neighbour moves up unchanged. The result is a
+weighted sum of the ranks' gradients, and the weights follow from the dot products alone, which are in float64: ranks
+exchange nothing else besides one reduce-scatter and one all-gather.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ _ZERO = 1e-14
 
 
 def adasum_all_reduce(group: Group, flat: Tensor, segments: Sequence[int], what: str) -> None:
-    """Replaces a flat contiguous tensor of floats, in place, by the Adasum of all ranks' tensors.
+    """Replaces a flat contiguous tensor of floats, in place, by the Adasum of all ranks' tensors: the same bits on all.
 
-    ``segments`` are the lengths of consecutive parts with separate dot products, such as the layers; their sum is
-    ``flat.numel()``. The result's bits are the same on every rank.
+    ``segments`` are the lengths of consecutive parts with separate dot products, such as the layers.
     """
     assert sum(segments) == flat.numel(), "segments cover the tensor"
     if group.size == 1 or flat.numel() == 0:

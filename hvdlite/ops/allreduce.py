@@ -121,8 +121,7 @@ class SparseAllreduce(Collective):
 def stand_in(kind: Kind, same: Mapping[str, Any]) -> Run:
     """Returns what a rank that has called `join` runs in an all-reduce of the others; it leaves the result unchanged.
 
-    ``same`` is that of the other ranks' operation. On a GPU, call this and run its result with the rank's own GPU as
-    the current device.
+    ``same`` is that of the other ranks' operation. On a GPU, the rank's own must be the current device here and there.
     """
     dtypes, shapes, devices = (same[key] if kind.is_grouped else [same[key]] for key in ("dtype", "shape", "device"))
     # No prescaling: a negative factor would turn the lowest number into the highest.

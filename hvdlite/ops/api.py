@@ -6,20 +6,18 @@ The public functions `allreduce`, `allgather`, ...: up to four forms of each `ba
     operation_async(tensor)   returns a Handle ── poll(handle) ── synchronize(handle) ── what operation(tensor) returns
     operation_async_(tensor)  ... and overwrites the tensor
 
-They are for the user's own values; `DistributedOptimizer` averages gradients in `optim`. For all of them:
+For all of them:
 
 - An asynchronous function returns at once. The operation runs when all ranks have called it, and reads its tensors
   then: do not change them before it has ended. The results of a grouped function are then a tuple.
 - Every rank of ``process_set``, by default all ranks, must call the function. Calls of the same function with the same
   ``name`` pair up; calls without a name pair up in their order. Messages use ``name``.
-- Tensors may have any number of dimensions, including none, any lengths, including 0, and any layout in memory. Dtypes
-  are uint8, int8 to int64, bool, float16, bfloat16, float32, float64, complex64 and complex128; the functions without
-  arithmetic take all others that PyTorch can copy. A tensor that cannot be sent (see `sendable`) is a TypeError or a
-  ValueError before anything is sent to the other ranks. Arguments are not changed, except by the functions whose names
-  end in ``_``.
-- Results are contiguous, and bitwise equal on all ranks that get the same result.
-- The gradient of each function is Horovod's (see `base`). No gradient flows through the functions whose names end in
-  ``_``, nor through the asynchronous ones.
+- Tensors may have any number of dimensions, any lengths, including 0, and any layout in memory. Dtypes are uint8, int8
+  to int64, bool, float16, bfloat16, float32, float64, complex64 and complex128; the functions without arithmetic take
+  all others that PyTorch can copy. A tensor that cannot be sent (see `sendable`) is a TypeError or a ValueError before
+  anything is sent.
+- Results are contiguous, and bitwise equal on all ranks that get the same result. Gradients are Horovod's (see `base`);
+  none flows through the asynchronous functions and those that overwrite.
 """
 
 from __future__ import annotations

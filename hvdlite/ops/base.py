@@ -4,26 +4,14 @@
     Collective ── start ── controller ... another thread: run(execution) ── Handle      (asynchronous, and in place)
                └─ differentiable ── start and wait, with `gradient` for autograd       (synchronous)
 
-To add a collective, subclass it. Define its kind, the values that must be equal on all ranks, each rank's part once all
-ranks have requested it, and its gradient. `run` is called on a thread of the controller, with the caller's CUDA stream
-and inference mode, and without autograd.
+A subclass defines its kind, the values that must be equal on all ranks, each rank's part once all ranks have requested
+it, and its gradient. `run` is called on a thread of the controller, with the caller's CUDA stream and inference mode,
+and without autograd.
 
-The gradients are exactly Horovod's:
-
-    allreduce        the same all-reduce of the gradients: op, factors and compression as forward
-    reducescatter    gathered; times the number of ranks for a sum, and times both factors
-    allgather        averaged over the ranks; of that, this rank's rows
-    broadcast        averaged over the ranks, on the root; zeros elsewhere
-    alltoall         sent back
-
-Ranks here are the ranks of the process set. Assume that the parameters' gradients are averaged over them afterwards,
-and compare with the gradient of the mean of all ranks' losses. Sum, average and all-to-all give exactly this gradient.
-All-gather and broadcast give it divided by the number of ranks, reduce-scatter gives it times the number of ranks. The
-gradients of Min, Max, Product and Adasum are not derivatives. Programs written for Horovod have been trained with these
-gradients.
-
-Every rank must go backward through each collective that it went forward through. Collectives of the backward pass have
-the forward's name followed by ``.gradient``. They can be differentiated again, by the same rules.
+Gradients are exactly Horovod's, with which its programs have been trained; the manual's `from-horovod` lists them.
+Those of Min, Max, Product and Adasum are not derivatives. Every rank must go backward through each collective that it
+went forward through. Collectives of the backward pass have the forward's name followed by ``.gradient``, and can be
+differentiated again.
 """
 
 from __future__ import annotations
@@ -53,8 +41,7 @@ from .sendable import check_is_outside, check_sendable, plain_tensor
 class Collective(ABC):
     """An operation on one tensor, or on several at a time, as one rank requests it.
 
-    ``inputs`` have passed `check_sendable`; there is exactly one unless the kind is grouped. ``sources`` are plain
-    tensors that share their memory.
+    ``inputs`` have passed `check_sendable`. ``sources`` are plain tensors that share their memory.
     """
 
     kind: Kind
@@ -79,10 +66,7 @@ class Collective(ABC):
         """Runs the collective, once all ranks have requested it; returns a tensor, or a tuple for a grouped kind."""
 
     def gradient(self, grads: Mapping[int, Tensor]) -> Sequence[Tensor]:
-        """Returns the gradients of the inputs; ``grads`` are those of the outputs, by number.
-
-        It is called when the tensors of the forward are no longer kept.
-        """
+        """Returns the gradients of the inputs; ``grads`` are those of the outputs, by number."""
         raise NotImplementedError(f"{self.what} has no gradient")
 
     def start(self) -> Handle:
@@ -90,7 +74,6 @@ class Collective(ABC):
         return submit(self.operation(), self.process_set, self.sources)
 
     def operation(self) -> Operation:
-        """Returns the collective as what is requested from the other ranks."""
         return Operation(self.kind, self.run, self.name, self.same(), self.own())
 
     def differentiable(self) -> tuple[Tensor, ...]:
@@ -108,10 +91,7 @@ class Collective(ABC):
         return None if self.name is None else f"{self.name}.gradient"
 
     def signature(self, *, any_rows: bool = False) -> dict[str, Any]:
-        """Returns the dtype, shape and device that all ranks must agree on; lists of them for a grouped kind.
-
-        With ``any_rows`` the first dimension may differ by rank, and is given as -1.
-        """
+        """Returns what ranks must agree on of the tensors; with ``any_rows``, not on the first dimension."""
         signature: dict[str, list[Any]] = {
             "dtype": [str(tensor.dtype) for tensor in self.sources],
             "shape": [[-1, *tensor.shape[1:]] if any_rows else list(tensor.shape) for tensor in self.sources],
@@ -144,7 +124,7 @@ class _Differentiable(Function):
 def submit(operation: Operation, process_set: ProcessSet, tensors: Sequence[Tensor]) -> Handle:
     """Requests an operation among the ranks of a process set; ``tensors`` are those that it reads or writes.
 
-    On CUDA, the run uses the caller's current streams, and the thread that takes the result waits for them on its own.
+    On CUDA, it uses the caller's current streams, and the thread that takes the result waits for them on its own.
     """
     check_is_outside(operation.describe())
     streams = [torch.cuda.current_stream(device) for device in {t.device: None for t in tensors if t.is_cuda}]
@@ -180,10 +160,7 @@ def in_callers_modes(operation: Operation, is_inference: bool, streams: Sequence
 
 
 def compare(group: Group, value: object, what: str) -> list[Any] | None:
-    """Returns None if every rank of the group passed an equal value, else all values in rank order.
-
-    Values consist of JSON's types. Every rank of the group must call it, and it waits for all.
-    """
+    """Returns None if every rank of the group passed an equal JSON value, else all of them. It waits for all."""
     if group.size == 1 or not is_initialized():
         # A process set that is used without a world has no controller.
         return group.agree(value, what)

@@ -339,10 +339,7 @@ def gradient_sums(grad: Tensor, input: Tensor, mean: Tensor, variance: Tensor, e
 def input_gradient(
     grad: Tensor, input: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float, averages: Tensor
 ) -> Tensor:
-    """Returns the input's gradient.
-
-    ``averages`` are all ranks' `gradient_sums`, divided by the number of values per channel of all ranks.
-    """
+    """Returns the input's gradient; ``averages`` are all ranks' `gradient_sums` per value of a channel."""
     shape = [1, -1] + [1] * (input.dim() - 2)
     inverse = (variance.double() + eps).rsqrt()
     scale = inverse if weight is None else inverse * weight.double()

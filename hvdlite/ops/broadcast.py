@@ -136,8 +136,8 @@ def broadcast_object(
 ) -> Any:
     """Sends the root's picklable object to every rank, and returns it; the root returns the object itself.
 
-    Other ranks may pass anything. Calls with a ``name`` pair up by it, others by their order. If several threads call
-    it, each needs a name. Every rank raises a TypeError if the object cannot be pickled.
+    Other ranks may pass anything. Calls with a ``name`` pair up by it, others by their order: several threads need
+    names. Every rank raises a TypeError if the object cannot be pickled.
     """
     what = title(BROADCAST_OBJECT, name)
     group = group_of(process_set, what)
@@ -160,8 +160,7 @@ def allgather_object(
 ) -> list[Any]:
     """Returns every rank's picklable object, as a list in rank order.
 
-    Calls with a ``name`` pair up by it, others by their order. If several threads call it, each needs a name. Every
-    rank raises a TypeError if one of the objects cannot be pickled.
+    Names are as in `broadcast_object`. Every rank raises a TypeError if one of the objects cannot be pickled.
     """
     what = title(ALLGATHER_OBJECT, name)
     group = group_of(process_set, what)
@@ -197,9 +196,8 @@ class _Unpicklable:
 def to_bytes(obj: object, persistent_id: Callable[[Any], Any] | None = None) -> tuple[bytes, Exception | None]:
     """Returns the bytes to send for an object, and the error if it cannot be pickled.
 
-    ``persistent_id`` is as in `pickle.Pickler`: it returns a reference to what is sent otherwise, and else None.
-    Cloudpickle takes objects that pickle refuses, such as lambdas. It is tried second, since it would send classes of
-    the main program by value, and they would arrive as different classes.
+    ``persistent_id`` is as in `pickle.Pickler`. Cloudpickle takes objects that pickle refuses, such as lambdas. It is
+    tried second, since it would send classes of the main program by value, and they would arrive as different classes.
     """
     with contextlib.suppress(Exception):  # whatever an object's own methods raise
         return _dumps(obj, pickle.Pickler, persistent_id), None
@@ -221,8 +219,7 @@ def from_bytes(
 ) -> Any:
     """Unpickles the object of the rank described as ``owner``; the signature of ``data`` must be checked before.
 
-    Raises a TypeError, from ``own_error`` if this rank has one, if the object could not be pickled or cannot be
-    unpickled.
+    Raises a TypeError, from ``own_error`` if this rank has one, if the object could not be pickled or unpickled.
     """
     try:
         value = loads(data)

@@ -57,10 +57,7 @@ class PackedTensors:
             packed.wire.zero_()
 
     def flats(self) -> Iterator[tuple[Tensor, list[int], list[Packed]]]:
-        """Yields, for each dtype, the wires as one flat tensor, their element counts, and the packed tensors.
-
-        The flat tensor of a single wire is the wire's own memory.
-        """
+        """Yields, for each dtype, the wires as one flat tensor, their element counts, and the packed tensors."""
         wires = [packed.wire for packed in self.packed]
         for members in fused(wires):
             yield (
@@ -86,10 +83,7 @@ def put_back(flat: Tensor, counts: Sequence[int], packed: Sequence[Packed]) -> N
 
 
 def all_reduce_packed(group: Group, reduction: Reduction, tensors: Sequence[Tensor], divisor: int, what: str) -> None:
-    """Replaces contiguous tensors, in place, by their all-reduce over all ranks; each is packed on its own.
-
-    Every rank of the group must call it. If the compression fails on one rank, all ranks raise an error.
-    """
+    """Replaces contiguous tensors, in place, by their all-reduce. If the compression fails on one, all ranks raise."""
     assert isinstance(reduction.compression, CustomCompression), "others need no packing"
     # As it applies to the wires.
     wires = replace(reduction, compression=Compression.none)

@@ -3,11 +3,10 @@ Reduces tensors over ranks, including ops and dtypes that gloo and NCCL lack.
 
     flat tensor ── scale ── compress ── all ranks combined ── decompress ── divide ── scale ── in place
 
-`allreduce`, `rows`, `packing` and `exchanges` call it; it uses the collectives of `comm.group`. An
-average is the sum, divided: so the average of equal tensors is exactly that tensor. Tensors sent in 16 bits are divided
-before the sum instead, so that the sum overflows no sooner than its terms. Integers are summed in wider types, and
-their average is truncated towards zero. For booleans, a sum and a maximum are "any"; a product, a minimum and an
-average are "all". The caller chooses the ranks and the time; nothing here uses names.
+`allreduce`, `rows`, `packing` and `exchanges` call it; it uses the collectives of `comm.group`. An average is the sum,
+divided: so the average of equal tensors is exactly that tensor. Tensors sent in 16 bits are divided before the sum
+instead, so that the sum overflows no sooner than its terms. Integers are summed in wider types, and their average is
+truncated towards zero. For booleans, a sum and a maximum are "any"; a product, a minimum and an average are "all".
 """
 
 from __future__ import annotations
@@ -114,10 +113,7 @@ class Reduction:
         self.begin(group, flat, segments, divisor, what).finish()
 
     def all_reduced(self, group: Group, tensors: Sequence[Tensor], divisor: int, what: str) -> list[Tensor]:
-        """Returns what `all_reduce` would make of each tensor, in new memory and the tensor's shape.
-
-        The tensors are of one dtype, on one device, and sent together; they are not changed.
-        """
+        """Returns what `all_reduce` would make of each tensor, in new memory; they are of one dtype and device."""
         if len(tensors) == 1 and is_plain(tensors[0]) and self._needs_no_copy(group, tensors[0], divisor):
             return [self._all_reduced_in_one_pass(group, tensors[0], divisor, what)]
         counts = [tensor.numel() for tensor in tensors]
@@ -161,10 +157,7 @@ class Reduction:
         return Underway(work, write)
 
     def reduce_scatter(self, group: Group, parts: Sequence[Tensor], divisor: int, what: str) -> Tensor:
-        """Returns this rank's part of the sum or average of all ranks' tensors; the parts are overwritten.
-
-        ``parts`` are flat and contiguous, one for each rank, and of the same sizes on all ranks.
-        """
+        """Returns this rank's part of the sum or average of all ranks' ``parts``, which are flat, and overwritten."""
         values = [self._as_real(part) for part in parts]
         for value in values:
             scale(value, self._factor_before(value, divisor))
@@ -257,10 +250,7 @@ class Reduction:
     def _begin_combining(
         self, group: Group, wire: Tensor, segments: Sequence[int], what: str, average_by: ReduceOp
     ) -> tuple[Work | None, Tensor]:
-        """Begins the collective; returns its work, or None if it is done, and the tensor that will have the result.
-
-        ``average_by`` is the engine's op for an average of floats.
-        """
+        """Begins the collective; returns its work, or None if it is done, and the tensor that will have the result."""
         if self.op is Adasum:
             adasum_all_reduce(group, wire, segments, what)
             return None, wire

@@ -42,10 +42,7 @@ from .sendable import check_sendable
 
 
 def gather_rows(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], group: Group, what: str) -> list[Tensor]:
-    """Joins each tensor along the first dimension over all ranks; ``rows`` are the counts by tensor and rank.
-
-    All tensors on one device are sent together. Blocks until all ranks' rows have arrived.
-    """
+    """Joins each tensor along the first dimension over all ranks; ``rows`` are the counts by tensor and rank."""
     outputs = list(tensors)
     devices = [tensor.device for tensor in tensors]
     members = [[number for number, own in enumerate(devices) if own == device] for device in dict.fromkeys(devices)]
@@ -125,10 +122,7 @@ class Allgather(Collective):
 
 @dataclass(eq=False)
 class Reducescatter(Collective):
-    """This rank's rows of the sum or average of all ranks' tensors, computed by a `Reduction`.
-
-    ``rows`` are the row counts by tensor and rank; None spreads the rows evenly.
-    """
+    """This rank's rows of the sum or average of all ranks' tensors; ``rows``, by tensor and rank, or even ones."""
 
     reduction: Reduction
     rows: Sequence[Sequence[int]] | None = None
@@ -187,8 +181,7 @@ _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 class Alltoall(Collective):
     """Sends each rank the rows of a tensor that are for it: ``splits`` are their numbers.
 
-    The result is the rows received from all ranks, in rank order, and the number of rows from each rank, as a tensor on
-    the device ``answer_on``.
+    The result is the rows received, in rank order, and their number from each rank, as a tensor on ``answer_on``.
     """
 
     splits: list[int]

@@ -51,10 +51,7 @@ def is_sendable(tensor: Tensor) -> bool:
 
 
 def check_sendable(tensor: object, what: str, subject: str = "the tensor") -> Tensor:
-    """Returns the tensor if its values can be sent; else raises a TypeError or a ValueError that begins with ``what``.
-
-    A tensor of a subclass is returned as a plain one, with its history and over the same memory.
-    """
+    """Returns the tensor, as a plain one with its history, if its values can be sent; else raises an error."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{what}: {type(tensor).__name__} is not a tensor: pass torch.tensor(value)")
     check_is_outside(what)
@@ -129,7 +126,7 @@ _DENSE = "pass a dense one, as tensor.to_dense()"
 def _other_form(tensor: Tensor) -> str | None:  # noqa: PLR0911  # a line for each form
     """In what form the values are that cannot be sent, and the way out; None if they can be sent as they are.
 
-    The order matters: a later check is valid only for a tensor for which all earlier ones are false.
+    A later check is valid only for a tensor for which all earlier ones are false.
     """
     if tensor.is_nested:
         return "a nested one: pass each of tensor.unbind()"

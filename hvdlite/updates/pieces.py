@@ -134,14 +134,13 @@ class MasterPiece(ParameterPiece):
         return nn.Parameter(copied, requires_grad=self.param.requires_grad)
 
     def use(self, tensor: Tensor) -> None:
-        """Has the optimizer update this master."""
         self.tensor = tensor
 
     @torch.no_grad()
     def take_average(self, flat: Tensor) -> None:
         """Sets the master's gradient, if there is one, from the bucket's averages.
 
-        Where the program has written the parameter since the last step, as it does to load a model, the master follows.
+        Where the program has written the parameter since the last step, the master follows.
         """
         master = flat_of_dense(self.tensor)
         master.copy_(torch.where(master.to(self.values.dtype) == self.values, master, self.values.float()))
@@ -150,16 +149,13 @@ class MasterPiece(ParameterPiece):
 
     @torch.no_grad()
     def write(self) -> None:
-        """Writes the master, rounded, into the parameter's memory."""
         self.values.copy_(flat_of_dense(self.tensor))
 
     def state_of(self, states: Mapping[Tensor, Any]) -> dict[str, Any]:
-        """Returns the optimizer's state and the master."""
         return {**super().state_of(states), MASTER: self.tensor.detach()}
 
     @torch.no_grad()
     def take_over(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns the optimizer's state, and takes over the master, if there is one."""
         if MASTER in state:
             self.tensor.copy_(state[MASTER])
         return super().take_over(state)
@@ -252,8 +248,7 @@ def gather_states(
 ) -> dict[str, list[Part]]:
     """Returns the states of all ranks' pieces by the name of the parameter, in CPU memory; nothing unless ``keeps``.
 
-    ``pieces`` are this rank's, of one bucket. Every rank of those that share must call it, and waits for all. Each
-    sends its part to all others, of whom those that do not keep it forget it at once.
+    ``pieces`` are this rank's, of one bucket. Every rank of those that share must call it, and waits for all.
     """
     sent = SentTensors()
     encoder = ValueEncoder(sent.refer)
@@ -287,10 +282,7 @@ def gather_states(
 
 
 def joined(name: str, param: Tensor, parts: Sequence[Part]) -> dict[str, Any]:
-    """Returns the state of a whole parameter, in CPU memory, made of the states of all its pieces.
-
-    Raises GradientError if some are missing, or if the ranks have different numbers in them.
-    """
+    """Returns a whole parameter's state, in CPU memory, of its pieces'. Raises GradientError if they do not fit."""
     numel = param.numel()
     if sum(stop - start for start, stop, _ in parts) != numel:
         raise GradientError(f"some ranks have no state of their part of parameter {name!r}, and others have")
@@ -317,10 +309,7 @@ def joined(name: str, param: Tensor, parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def without_idle_master(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a whole state; an empty one if it has a master alone, of a parameter that was not updated.
-
-    Without masters an optimizer would take that for a state, and miss the rest of it.
-    """
+    """Returns a whole state; an empty one if it has a master alone, which an optimizer would take for a state."""
     if state.keys() == {MASTER} and torch.equal(state[MASTER].to(param.dtype).to(state[MASTER].dtype), state[MASTER]):
         return {}
     return state

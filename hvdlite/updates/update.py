@@ -69,10 +69,7 @@ class NormClipper:
 
     @torch.no_grad()
     def measure(self, params: Iterable[Tensor]) -> None:
-        """Measures the gradients of these parameters already. `clip` measures those that are missing or have changed.
-
-        Does nothing on a GPU, where one launch for all gradients is faster.
-        """
+        """Measures gradients on a CPU already. `clip` measures those that are missing or have changed."""
         for param in params:
             grad = param.grad
             if grad is not None and grad.device.type == "cpu":
@@ -189,10 +186,7 @@ class StepByBucket:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the step may be taken in parts: no step hook is registered, and ``step`` is not replaced.
-
-        Such code may read all gradients, unless it is an LR scheduler's.
-        """
+        """Whether no other code may read all gradients: a step hook, or a ``step`` that is not an LR scheduler's."""
         optimizer = self._optimizer
         own_step = vars(optimizer).get("step")
         return not (
