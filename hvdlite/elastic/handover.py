@@ -25,7 +25,7 @@ from ..faults import point
 from ..log import log
 from ..ops.base import submit
 from ..ops.broadcast import broadcast_tensors
-from ..ops.typed_values import SentTensors, ValueDecoder, ValueEncoder, resolver, room_for
+from ..ops.typed_values import ValueDecoder, ValueEncoder, room_for
 from ..runtime.functions import global_process_set, group_of
 
 # For the names of groups, which must be new in a generation.
@@ -52,11 +52,11 @@ class Handed:
         return []
 
     def params(self) -> Sequence[Tensor]:
-        """Returns the parameters to which tensors of ``sent`` may belong."""
+        """Returns the parameters to which sent tensors may belong."""
         return []
 
-    def encode(self, encoder: ValueEncoder, sent: SentTensors) -> Any:
-        """Returns everything else as JSON, with its tensors in ``sent``. Called on rank 0, and then `given`."""
+    def encode(self, encoder: ValueEncoder) -> Any:
+        """Returns everything else as JSON, with its tensors in the encoder. Called on rank 0, and then `given`."""
         raise NotImplementedError
 
     def given(self) -> None:
@@ -97,7 +97,7 @@ def hand_over(
     for name, each in handed.items():
         same |= {f"{key} of {name_of(name)}": value for key, value in each.what_is_equal().items()}
     params = {name: each.params() for name, each in handed.items()}
-    sent = {name: SentTensors() for name in handed}
+    sent = {name: ValueEncoder() for name in handed}
     header, error = _header(handed, sent, commits, name_of) if is_root else (None, None)
 
     def run(execution: Execution) -> tuple[dict[str, Any], dict[str, list[Tensor]], bool]:
@@ -140,7 +140,7 @@ def hand_over(
     else:
         sender = group.describe_rank(0)
         for name, (tree, _) in told["objects"].items():
-            decoder = ValueDecoder(resolver(params[name], tensors[name]), sender, f"{what} of {name_of(name)}")
+            decoder = ValueDecoder(tensors[name], sender, f"{what} of {name_of(name)}", params[name])
             handed[name].take(tree, decoder, is_whole=is_whole)
     return Receipt(is_whole, told["commits"])
 
@@ -150,14 +150,14 @@ _NOT_SENT = Tensor()
 
 
 def _header(
-    handed: Mapping[str, Handed], sent: Mapping[str, SentTensors], commits: int, name_of: Callable[[str], str]
+    handed: Mapping[str, Handed], sent: Mapping[str, ValueEncoder], commits: int, name_of: Callable[[str], str]
 ) -> tuple[bytes, Exception | None]:
     """Returns what is sent to all before the tensors, and the error if a value cannot be sent."""
     objects, pickled = {}, []
     try:
         for name, each in handed.items():
-            encoder = ValueEncoder(sent[name].refer)
-            objects[name] = [each.encode(encoder, sent[name]), sent[name].metas]
+            encoder = sent[name]
+            objects[name] = [each.encode(encoder), encoder.metas]
             pickled += [f"{name_of(name)}: {place}" for place in encoder.pickled]
     except Exception as error:  # noqa: BLE001 - whatever the methods of an object raise
         # Sent in place of the state, so that no rank waits for it for ever.

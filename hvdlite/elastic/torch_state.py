@@ -22,7 +22,7 @@ from ..comm.reduce_op import Min
 from ..ops.api import allreduce, barrier
 from ..ops.broadcast import broadcast_object
 from ..ops.sendable import check_sendable, check_writable, plain_tensor
-from ..ops.typed_values import SentTensors, ValueDecoder, ValueEncoder
+from ..ops.typed_values import ValueDecoder, ValueEncoder
 from ..optim.optimizer import DistributedOptimizer
 from ..optim.optimizer_state import (
     Filler,
@@ -103,7 +103,7 @@ class StateDictHandler(StateHandler, Handed):
     def sync(self) -> None:
         hand_over({"": self}, None, 0)
 
-    def encode(self, encoder: ValueEncoder, sent: SentTensors) -> Any:
+    def encode(self, encoder: ValueEncoder) -> Any:
         return encoder.encode(self.value.state_dict(), "state_dict()")
 
     def given(self) -> None:
@@ -181,7 +181,7 @@ class ModelStateHandler(_LargeStateHandler):
                 entries.append(InPlace(name, plain_tensor(tensor), name in params))
         return entries
 
-    def encode(self, encoder: ValueEncoder, sent: SentTensors) -> Any:
+    def encode(self, encoder: ValueEncoder) -> Any:
         # What modules return in `get_extra_state`.
         others = {name: each for name, each in self.value.state_dict().items() if not isinstance(each, torch.Tensor)}
         return encoder.encode(others, "state_dict()")
@@ -256,9 +256,9 @@ class OptimizerStateHandler(_LargeStateHandler):
     def differs_by_rank(self) -> bool:
         return isinstance(self.value, DistributedOptimizer) and self.value.process_set is not global_process_set
 
-    def encode(self, encoder: ValueEncoder, sent: SentTensors) -> Any:
+    def encode(self, encoder: ValueEncoder) -> Any:
         require_undivided(self.value, "TorchState.sync")
-        return encode_state(self._unwrapped(), encoder, sent)
+        return encode_state(self._unwrapped(), encoder)
 
     def params(self) -> Sequence[torch.Tensor]:
         return params_of(self.value)
@@ -283,7 +283,7 @@ class _Attributes(Handed):
     def __init__(self, state: TorchState, names: Sequence[str]) -> None:
         self._state, self._names = state, names
 
-    def encode(self, encoder: ValueEncoder, sent: SentTensors) -> Any:
+    def encode(self, encoder: ValueEncoder) -> Any:
         return [[name, encoder.encode(getattr(self._state, name), name)] for name in self._names]
 
     def take(self, tree: Any, decoder: ValueDecoder, *, is_whole: bool) -> None:

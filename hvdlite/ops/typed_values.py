@@ -1,8 +1,8 @@
 """
 `ValueEncoder` and `ValueDecoder`: values as JSON, with exact types, floats by their bits, tensors by reference.
 
-    value ── ValueEncoder(sent.refer) ── JSON with references ──┐
-                    └─ SentTensors, as bytes behind it; metas ──┴── room_for ── resolver ── ValueDecoder ── value
+    value ── ValueEncoder ── JSON with references ──┐
+                    └─ its tensors, as bytes behind it; metas ──┴── room_for ── ValueDecoder ── value
 
 Known are Python's numbers, texts and containers, those of `collections`, and torch's dtypes, devices and sizes. A
 container that occurs twice, or in itself, arrives as one object. An object of any other type is pickled by itself,
@@ -28,8 +28,8 @@ from ..outside_graphs import keep_outside_graphs
 from .broadcast import from_bytes, to_bytes
 from .sendable import is_sendable, plain_tensor
 
-# A tensor's reference, as JSON; None if the tensor is to be pickled.
-Refer = Callable[[Tensor], Any]
+# The owner of a tensor that does not belong to one parameter's state.
+NOBODY = -1
 
 # Beyond these, Python limits the digits of a number in JSON, and other readers its value.
 _MOST = 1 << 53
@@ -38,15 +38,41 @@ _FACTORIES: dict[str, Any] = {each.__name__: each for each in (int, float, str, 
 
 
 class ValueEncoder:
-    """Encodes values of one message. ``refer`` returns the reference of a tensor."""
+    """Encodes the values of one message, behind which its ``tensors`` are sent."""
 
-    def __init__(self, refer: Refer) -> None:
-        self._refer = refer
+    def __init__(self) -> None:
+        # Set by `encode_state` while it encodes: numbers of parameters by `id`, and whose state is encoded.
+        self.number_of: dict[int, int] = {}
+        self.owner = NOBODY
+        self.tensors: list[Tensor] = []
+        self.metas: list[list[Any]] = []
+        """What `room_for` needs on other ranks, as JSON: the shape, the dtype, whether it is on the CPU, the owner.
+
+        The owner is the number of the parameter whose state it is, which determines its device on each rank.
+        """
+        self.pickled: list[str] = []
+        """The place of each value that was pickled, and its type."""
+        # By id: the place of a tensor, and the tensor, so that no other one gets the id.
+        self._place_of: dict[int, tuple[int, Tensor]] = {}
         # Objects that may occur again, by id; kept, so that the id stays theirs.
         self._numbers: dict[int, int] = {}
         self._kept: list[object] = []
-        # The place of each value that was pickled, and its type.
-        self.pickled: list[str] = []
+
+    def refer(self, value: object) -> list[Any] | None:
+        """Returns a reference to a parameter, or to a tensor that is sent; None for all that is to be pickled."""
+        if not isinstance(value, Tensor):
+            return None
+        number = self.number_of.get(id(value))
+        if number is not None:
+            return ["parameter", number]
+        is_plain = type(value) in (Tensor, torch.nn.Parameter) and not value.requires_grad
+        if not is_plain or not is_sendable(value):
+            return None
+        if id(value) not in self._place_of:
+            self._place_of[id(value)] = len(self.tensors), value
+            self.tensors.append(plain_tensor(value))
+            self.metas.append([list(value.shape), str(value.dtype), value.device.type == "cpu", self.owner])
+        return ["tensor", self._place_of[id(value)][0]]
 
     def encode(self, value: Any, place: str) -> Any:
         """Returns the value as JSON; ``place`` names it in errors. A TypeError names what cannot be pickled."""
@@ -56,7 +82,7 @@ class ValueEncoder:
         if kind in _NAME_OF:
             name = _NAME_OF[kind]
             return [name, _ATOMS[name][1](value)]
-        if isinstance(value, Tensor) and (reference := self._refer(value)) is not None:
+        if (reference := self.refer(value)) is not None:
             return ["tensor", reference]
         if kind is tuple or kind is frozenset:
             return [kind.__name__, self._items(value, place)]
@@ -92,24 +118,21 @@ class ValueEncoder:
 
     def _pickle(self, value: object, place: str) -> list[Any]:
         self.pickled.append(f"{place} ({type(value).__qualname__})")
-        data, error = to_bytes(value, self._persistent_id)
+        data, error = to_bytes(value, self.refer)
         if error is not None:
             raise TypeError(f"{place} cannot be pickled: {type(error).__name__}: {words_of(error)}") from error
         return ["pickle", base64.b64encode(data).decode()]
 
-    def _persistent_id(self, value: object) -> Any:
-        return self._refer(value) if isinstance(value, Tensor) else None
-
 
 class ValueDecoder:
-    """Decodes what one `ValueEncoder` has encoded, in the same order. ``resolve`` returns the tensor of a reference.
+    """Decodes what one `ValueEncoder` has encoded, in the same order.
 
     The sender must be known: a message with pickled objects can run any code.
     """
 
-    def __init__(self, resolve: Callable[[Any], Tensor], sender: str, what: str) -> None:
-        """``sender`` and ``what`` say in errors of whose objects of what operation one cannot be unpickled."""
-        self._resolve = resolve
+    def __init__(self, tensors: Sequence[Tensor], sender: str, what: str, params: Sequence[Tensor] = ()) -> None:
+        """``tensors`` came behind the message. ``sender`` and ``what`` say in errors whose objects of what they are."""
+        self._tensors, self._params = tensors, params
         self._sender, self._what = sender, what
         self._seen: list[Any] = []
 
@@ -130,6 +153,10 @@ class ValueDecoder:
             "pickle": self._unpickle,
         }
         return others[kind](rest[0])
+
+    def _resolve(self, reference: Any) -> Tensor:
+        kind, number = reference
+        return (self._params if kind == "parameter" else self._tensors)[number]
 
     def _fill(self, made: Any, contents: Iterable[Any]) -> Any:
         # Before its contents, which may refer to it.
@@ -202,60 +229,13 @@ _EMPTY: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# The owner of a tensor that does not belong to one parameter's state.
-NOBODY = -1
-
-
-class SentTensors:
-    """The tensors of an encoded state, which are sent behind it. ``refer`` is an `ValueEncoder`'s."""
-
-    def __init__(self) -> None:
-        # Set by `encode_state` while it encodes.
-        self.number_of: dict[int, int] = {}
-        self.owner = NOBODY
-        # By id: the place of a tensor, and the tensor, so that no other one gets the id.
-        self._place_of: dict[int, tuple[int, Tensor]] = {}
-        self.tensors: list[Tensor] = []
-        self.metas: list[list[Any]] = []
-        """What `room_for` needs on other ranks, as JSON: the shape, the dtype, whether it is on the CPU, the owner.
-
-        The owner is the number of the parameter whose state it is, which determines its device on each rank.
-        """
-
-    def refer(self, tensor: Tensor) -> list[Any] | None:
-        """Returns a reference to a parameter, or to a tensor that is sent."""
-        number = self.number_of.get(id(tensor))
-        if number is not None:
-            return ["parameter", number]
-        is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.requires_grad
-        if not is_plain or not is_sendable(tensor):
-            # They are pickled by their own methods.
-            return None
-        if id(tensor) not in self._place_of:
-            self._place_of[id(tensor)] = len(self.tensors), tensor
-            self.tensors.append(plain_tensor(tensor))
-            self.metas.append([list(tensor.shape), str(tensor.dtype), tensor.device.type == "cpu", self.owner])
-        return ["tensor", self._place_of[id(tensor)][0]]
-
-
 def room_for(metas: Sequence[Any], params: Sequence[Tensor]) -> list[Tensor]:
-    """Allocates memory for the tensors of `SentTensors.metas`; ``params`` are this rank's. Without any, on the CPU."""
+    """Allocates memory for the tensors of `ValueEncoder.metas`; ``params`` are this rank's. Without any, on the CPU."""
     room = []
     for shape, dtype, is_on_cpu, owner in metas:
         device = "cpu" if is_on_cpu or not params else params[max(0, owner)].device
         room.append(torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device))
     return room
-
-
-def resolver(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> Callable[[Any], Tensor]:
-    """Returns what finds the tensor of a reference of `SentTensors` for a `ValueDecoder`."""
-
-    def resolve(reference: Any) -> Tensor:
-        kind, number = reference
-        tensor: Tensor = (params if kind == "parameter" else tensors)[number]
-        return tensor
-
-    return resolve
 
 
 keep_outside_graphs(globals())

@@ -32,7 +32,7 @@ from ..errors import MismatchError
 from ..log import log
 from ..ops.base import submit
 from ..ops.broadcast import allgather_object, broadcast_object, broadcast_tensors
-from ..ops.typed_values import SentTensors, ValueDecoder, ValueEncoder, resolver, room_for
+from ..ops.typed_values import ValueDecoder, ValueEncoder, room_for
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.functions import global_process_set, group_of
 from ..runtime.process_set import ProcessSet
@@ -253,15 +253,15 @@ def _has_state(value: Any) -> bool:
 
 def _received(path: str, names: list[str], group: Group, process_set: ProcessSet) -> dict[str, Any]:
     """Returns the content of the file, of which rank 0 sends a copy to the others. Raises its errors on all ranks."""
-    sent, error, saved, data = SentTensors(), None, None, None
+    sent, error, saved, data = ValueEncoder(), None, None, None
     if group.rank == 0:
         told, encoded = None, None
         try:
             saved = read(path)
             _require_names(saved, names, path)
-            encoded = ValueEncoder(sent.refer).encode([saved, _metadata_of(saved)], path)
+            encoded = sent.encode([saved, _metadata_of(saved)], path)
         except Exception as caught:  # noqa: BLE001  # sent, so that no rank waits for ever
-            error, told, sent = caught, _told(caught), SentTensors()
+            error, told, sent = caught, _told(caught), ValueEncoder()
         data = json.dumps([told, encoded, sent.metas]).encode()
 
     def run(execution: Execution) -> Any:
@@ -275,7 +275,7 @@ def _received(path: str, names: list[str], group: Group, process_set: ProcessSet
     _raise_told(told, error)
     if saved is not None:
         return saved
-    decoder = ValueDecoder(resolver([], tensors), group.describe_rank(0), LOAD_CHECKPOINT.name)
+    decoder = ValueDecoder(tensors, group.describe_rank(0), LOAD_CHECKPOINT.name)
     received, metadata = decoder.decode(encoded)
     for name, each in metadata.items():
         received[name]._metadata = each

@@ -26,7 +26,7 @@ from ..calls.operation import BROADCAST_OPTIMIZER_STATE, Execution, Operation
 from ..ops.base import submit
 from ..ops.broadcast import broadcast_tensors, digest_of
 from ..ops.sendable import check_sendable, check_writable, is_sendable
-from ..ops.typed_values import NOBODY, SentTensors, ValueDecoder, ValueEncoder, resolver, room_for
+from ..ops.typed_values import NOBODY, ValueDecoder, ValueEncoder, room_for
 from ..outside_graphs import keep_outside_graphs
 from ..runtime.functions import global_process_set, group_of
 from ..runtime.process_set import ProcessSet
@@ -145,15 +145,15 @@ def broadcast_optimizer_state(
     same = {"root_rank": group.ranks[root], **what_is_equal(own)}
     is_root = group.rank == root
     data: bytes | None = None
-    sent, error = SentTensors(), None
+    sent, error = ValueEncoder(), None
     if is_root:
         try:
             require_undivided(optimizer, kind)
-            encoded = encode_state(own, ValueEncoder(sent.refer), sent)
+            encoded = encode_state(own, sent)
             data = json.dumps([encoded, sent.metas]).encode()
         except Exception as caught:  # noqa: BLE001 - whatever the methods of an object raise
             # Sent in place of the state, so that no rank waits for it for ever.
-            error, sent = caught, SentTensors()
+            error, sent = caught, ValueEncoder()
             data = json.dumps([str(caught), []]).encode()
 
     def run(execution: Execution) -> tuple[Any, list[Tensor]]:
@@ -169,7 +169,7 @@ def broadcast_optimizer_state(
     if isinstance(tree, str):
         raise TypeError(f"{kind}: the state of {sender} cannot be sent: {tree}") from error
     if not is_root:
-        take_state(tree, ValueDecoder(resolver(params, tensors), sender, kind), own)
+        take_state(tree, ValueDecoder(tensors, sender, kind, params), own)
 
 
 def what_is_equal(optimizer: Any) -> dict[str, Any]:
@@ -208,13 +208,13 @@ def unwrapped(optimizer: Any, kind: str) -> Any:
     return optimizer._optimizer if isinstance(optimizer, OptimizerProxy) else optimizer
 
 
-def encode_state(optimizer: Any, encoder: ValueEncoder, sent: SentTensors) -> list[Any]:
-    """Returns an unwrapped optimizer's state as JSON, for `take_state`, with the tensors in ``sent``.
+def encode_state(optimizer: Any, encoder: ValueEncoder) -> list[Any]:
+    """Returns an unwrapped optimizer's state as JSON, for `take_state`.
 
     A TypeError names a value that cannot be sent.
     """
     params = params_of(optimizer)
-    sent.number_of = {id(param): number for number, param in enumerate(params)}
+    encoder.number_of = {id(param): number for number, param in enumerate(params)}
     try:
         if not is_plain_optimizer(optimizer):
             return [False, encoder.encode(optimizer.state_dict(), "state_dict()")]
@@ -224,11 +224,11 @@ def encode_state(optimizer: Any, encoder: ValueEncoder, sent: SentTensors) -> li
         tree = [True, encoder.encode(options, "param_groups"), states, encoder.encode(rest, "state")]
         for number, param in enumerate(params):
             if param in optimizer.state:
-                sent.owner = number
+                encoder.owner = number
                 states.append([number, encoder.encode(optimizer.state[param], f"state of parameter {number}")])
         return tree
     finally:
-        sent.number_of, sent.owner = {}, NOBODY
+        encoder.number_of, encoder.owner = {}, NOBODY
 
 
 def take_state(tree: Sequence[Any], decoder: ValueDecoder, optimizer: Any, *, is_whole: bool = True) -> None:

@@ -32,7 +32,7 @@ from ..comm.flat_bytes import as_bytes, plain
 from ..comm.group import Group
 from ..errors import GradientError
 from ..ops.failures import raise_together
-from ..ops.typed_values import SentTensors, ValueDecoder, ValueEncoder, resolver, room_for
+from ..ops.typed_values import ValueDecoder, ValueEncoder, room_for
 from ..outside_graphs import keep_outside_graphs
 
 MASTER = "master"
@@ -250,8 +250,7 @@ def gather_states(
 
     ``pieces`` are this rank's, of one bucket. Every rank of those that share must call it, and waits for all.
     """
-    sent = SentTensors()
-    encoder = ValueEncoder(sent.refer)
+    encoder = ValueEncoder()
     failure: Exception | None = None
     own = []
     try:
@@ -262,8 +261,8 @@ def gather_states(
     except Exception as error:  # noqa: BLE001 - whatever the methods of an object raise; the other ranks wait
         failure = error
     raise_together(group, failure, what)
-    headers = group.all_gather_signed(json.dumps([own, sent.metas]).encode(), what)
-    data = [as_bytes(plain(tensor).cpu()) for tensor in sent.tensors]
+    headers = group.all_gather_signed(json.dumps([own, encoder.metas]).encode(), what)
+    data = [as_bytes(plain(tensor).cpu()) for tensor in encoder.tensors]
     all_bytes = group.all_gather(torch.cat(data) if data else torch.empty(0, dtype=torch.uint8, device="cpu"), what)
     if not keeps:
         return {}
@@ -275,7 +274,7 @@ def gather_states(
         for tensor in tensors:
             as_bytes(tensor).copy_(flat[at : at + tensor.nbytes])
             at += tensor.nbytes
-        decoder = ValueDecoder(resolver([], tensors), group.describe_rank(rank), what)
+        decoder = ValueDecoder(tensors, group.describe_rank(rank), what)
         for name, start, stop, state in encoded:
             found[name].append((start, stop, decoder.decode(state)))
     return found
