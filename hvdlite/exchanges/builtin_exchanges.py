@@ -31,7 +31,7 @@ from ..comm.reduce_op import Adasum
 from ..comm.work import Work
 from ..compression.casts import CastCompression
 from ..compression.custom import CustomCompression, Packed
-from ..ops.failures import raise_together
+from ..ops.base import raise_together
 from ..ops.packing import PackedTensors, put_back
 from ..ops.reduction import Reduction, Underway, real_numel
 

@@ -7,6 +7,6 @@ The public collectives and their implementation, `join`, and batch normalization
 
 Modules import only what stands before them:
 
-    sendable < adasum < reduction < failures < packing < base < rows < allreduce < broadcast < direct < typed_values
-        < api < join < batch_norm
+    sendable < base < adasum < reduction < packing < rows < allreduce < broadcast < direct < typed_values < api < join
+        < batch_norm
 """

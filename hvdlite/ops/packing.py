@@ -19,7 +19,7 @@ from ..comm.flat_bytes import flat_of, fused, pieces_of
 from ..comm.group import Group
 from ..compression.casts import Compression
 from ..compression.custom import CustomCompression, Packed
-from .failures import raise_together
+from .base import raise_together
 from .reduction import Reduction
 
 # An additional check of a wire after those of `compression.custom`; takes the tensor, its wire, and words for them.

@@ -37,7 +37,7 @@ from ..comm.group import Group
 from ..comm.reduce_op import Max
 from ..exchanges.exchange_choice import exchange_of
 from ..log import log
-from ..ops.failures import raise_together
+from ..ops.base import raise_together
 from .own_engine import require_same_model
 
 LIMIT_S = 1.0

@@ -25,7 +25,7 @@ from ..buckets.unbucketed_gradients import InPlaceHome
 from ..comm.group import Group
 from ..errors import GradientError, MismatchError
 from ..faults import point
-from ..ops.failures import raise_together
+from ..ops.base import raise_together
 from .gradient_plan import GradientPlan
 from .kept_gradients import KeptGradients
 from .step import Arrived, StatelessStep

@@ -26,7 +26,7 @@ from ..comm.group import Group
 from ..comm.hierarchy import host_groups_of
 from ..errors import GradientError
 from ..log import log
-from ..ops.failures import raise_together
+from ..ops.base import raise_together
 from ..outside_graphs import keep_outside_graphs
 from ..steps.gradient_plan import GradientPlan
 from .pieces import (

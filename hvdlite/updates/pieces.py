@@ -31,7 +31,7 @@ from ..buckets.shares import master_dtype
 from ..comm.flat_bytes import as_bytes, plain
 from ..comm.group import Group
 from ..errors import GradientError
-from ..ops.failures import raise_together
+from ..ops.base import raise_together
 from ..ops.typed_values import ValueDecoder, ValueEncoder, room_for
 from ..outside_graphs import keep_outside_graphs
 
