@@ -79,7 +79,8 @@ def allreduce(
 
     The gradient is the same operation on the gradients of all ranks' results, with ``op``, factors and ``compression``.
     """
-    is_plain = average is None and compression is Compression.none and direct.are_one(prescale_factor, postscale_factor)
+    has_factors = not all(type(factor) is float and factor == 1.0 for factor in (prescale_factor, postscale_factor))
+    is_plain = average is None and compression is Compression.none and not has_factors
     if is_plain and (result := direct.allreduce(tensor, name, op, process_set)) is not None:
         return result
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)

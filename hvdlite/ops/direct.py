@@ -103,11 +103,6 @@ def barrier(operation: Operation, process_set: Any) -> bool:
     )
 
 
-def are_one(*factors: Any) -> bool:
-    """Whether these arguments are the factor 1, and valid."""
-    return all(type(factor) is float and factor == 1.0 for factor in factors)
-
-
 def _is_small(tensor: Any, dtypes: frozenset[torch.dtype]) -> bool:
     """Whether the tensor's bytes can go with a vote as they are, and no gradient must flow."""
     return (

@@ -156,7 +156,8 @@ class ValueDecoder:
 
     def _resolve(self, reference: Any) -> Tensor:
         kind, number = reference
-        return (self._params if kind == "parameter" else self._tensors)[number]
+        tensor: Tensor = (self._params if kind == "parameter" else self._tensors)[number]
+        return tensor
 
     def _fill(self, made: Any, contents: Iterable[Any]) -> Any:
         # Before its contents, which may refer to it.

@@ -114,10 +114,9 @@ class DistributedOptimizer(AveragingOptimizer):
     ``step_on_arrival``: let ``step()`` update the parameters of a bucket as soon as its averages arrive, while other
     buckets are still being sent. The results are bit-identical, but for frozen parameters whose gradients would stay
     zeros with ``zero_grad(set_to_none=False)``. After ``step()`` every ``param.grad`` is None. The optimizer must
-    update each parameter independently, as all of `torch.optim` do that can be wrapped. The step is taken as a whole if
-    all averages have arrived before it (after `synchronize` or with GradScaler), or if a step hook is registered. A
-    step that fails midway, since another rank has crashed, may have updated some of the parameters. It supports neither
-    closures nor Adasum.
+    update each parameter independently. The step is taken as a whole if all averages have arrived before it (after
+    `synchronize` or with GradScaler), or if a step hook is registered. A step that fails midway, since another rank has
+    crashed, may have updated some of the parameters. It supports neither closures nor Adasum.
 
     ``exchange``: your own way to combine gradients, in place of an all-reduce: a class derived from `Exchange`, or a
     function without arguments that returns an instance. It replaces ``op``, ``compression``,
@@ -125,9 +124,9 @@ class DistributedOptimizer(AveragingOptimizer):
     ``"hvdlite"``, by rank as above. Sparse gradients are gathered, unless ``sparse_as_dense``.
 
     ``max_norm``: clip the averages in ``step()`` by their global 2-norm, with the bits of
-    `torch.nn.utils.clip_grad_norm_` over the parameters in the order of ``named_parameters``: also for inf and NaN, and
-    for sparse gradients. The norm before clipping is `grad_norm`. A GradScaler has unscaled the gradients by then. It
-    costs no collective. It does not work with Adasum or ``step_on_arrival``.
+    `torch.nn.utils.clip_grad_norm_` over the parameters in the order of ``named_parameters``, also for sparse
+    gradients. `grad_norm` is the norm before. A GradScaler has unscaled the gradients by then. It costs no collective.
+    It does not work with Adasum or ``step_on_arrival``.
 
     ``outer``: `LocalSGD` or `DiLoCo`, for hosts that train apart for several steps. Gradients are then averaged only
     over the ranks of a host (of each rank alone where hosts have different numbers of ranks). Use `averaged` to
@@ -137,17 +136,16 @@ class DistributedOptimizer(AveragingOptimizer):
 
     ``shard``: ``"world"`` or ``"host"``, to divide the optimizer's work and state among all ranks, or among those of
     each host: each rank updates its part of the parameters, and all gather them in ``step()``. On one host the results
-    are bit-identical. ``optimizer`` stays as it is, and its parameter groups whole; its state has this rank's part
-    alone. Optimizers that update each element by itself (most of torch.optim, or a class with ``updates_elementwise =
-    True``) are divided anywhere; of all others, such as Muon, each parameter belongs to one rank. After ``step()``
-    every ``param.grad`` is None. `consolidate_state_dict` makes a state that any number of ranks can load, with any
-    ``shard`` or none. `join`, sparse gradients, Adasum, ``outer``, ``step_on_arrival`` and ``autotune`` do not work
-    with it, and raise an error. With ``--survive`` a loss goes back to the last commit; all optimizers need it then.
+    are bit-identical. ``optimizer`` stays as it is, but its state has this rank's part alone. Optimizers that update
+    each element by itself (most of torch.optim, or a class with ``updates_elementwise = True``) are divided anywhere;
+    of all others, such as Muon, each parameter belongs to one rank. After ``step()`` every ``param.grad`` is None.
+    `consolidate_state_dict` makes a state that any number of ranks can load, with any ``shard`` or none. `join`, sparse
+    gradients, Adasum, ``outer``, ``step_on_arrival`` and ``autotune`` do not work with it, and raise an error. With
+    ``--survive`` a loss goes back to the last commit; all optimizers need it then.
 
-    ``master``: with ``shard``, update parameters of float16 and bfloat16 in float32: each rank has its part of them in
-    float32, too, with the optimizer's state in float32, and the parameters are these, rounded. Checkpoints have them in
-    the state of their parameter, under the key ``"master"``. Where a program writes the parameters itself, as it does
-    to load a model, they follow.
+    ``master``: with ``shard``, update parameters of float16 and bfloat16 in float32: each rank has its part of them and
+    the state in float32, and the parameters are these, rounded. Checkpoints have them in the state of their parameter,
+    under the key ``"master"``. Where a program writes the parameters itself, as it does to load a model, they follow.
     """
 
     def __init__(
@@ -211,8 +209,7 @@ class DistributedOptimizer(AveragingOptimizer):
         passes = check_positive_int(backward_passes_per_step, "backward_passes_per_step")
         named = check_trained(check_named_parameters(optimizer, named_parameters))
         named_groups = check_groups(groups_of(num_groups, groups), named)
-        is_tuned_here = lambda: tunes and _is_member(process_set)  # noqa: E731 - a def takes three lines
-        describe = partial(_describe, passes, named_groups, is_tuned_here)
+        describe = partial(_describe, passes, named_groups, process_set if tunes else None)
         reducer = Reducer(partial(_connection_of, process_set, settings), describe, passes)
         try:
             with reducer.engine.only_one_thread():
@@ -269,7 +266,7 @@ class DistributedOptimizer(AveragingOptimizer):
         named = [(name, params[place]) for name, place in pickled["named_places"]]
         connect = partial(_connection_of, global_process_set, pickled["settings"])
         passes = pickled["backward_passes_per_step"]
-        describe = partial(_describe, passes, pickled["groups"], lambda: pickled["autotune"])
+        describe = partial(_describe, passes, pickled["groups"], global_process_set if pickled["autotune"] else None)
         reducer = Reducer(connect, describe, passes)
         self._connect(reducer, named, pickled["groups"], claims=False)
         # The last two are not there in what earlier versions have pickled.
@@ -282,12 +279,12 @@ class DistributedOptimizer(AveragingOptimizer):
 def _describe(
     passes: int,
     groups: Sequence[Sequence[str]],
-    is_tuned_here: Callable[[], bool],
+    tuned: ProcessSet | None,
     settings: Settings,
     exchange: Exchange,
 ) -> tuple[Arguments, Callable[..., int] | None]:
     """Returns the arguments that the ranks of a world compare when they open the engine, and autotune, or None."""
-    tunes = is_tuned_here()
+    tunes = tuned is not None and _is_member(tuned)
     arguments = {
         **settings.compared(exchange),
         "backward_passes_per_step": repr(passes),

@@ -88,7 +88,7 @@ class DividedState:
         """Who has which pieces, as of the last `follow`."""
         self._optimizer = optimizer
         self._averages = averages
-        self._shard = shard
+        self.shard = shard
         self._links: Links | None = None
         # What `consolidate` has made for the next checkpoint, until the next step: states by parameter.
         self._whole: dict[Tensor, dict[str, Any]] | None = None
@@ -101,11 +101,6 @@ class DividedState:
     @property
     def _name(self) -> str:
         return self._averages.name
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether parameters of half precision are updated in float32."""
-        return self._shard.master
 
     def _present(self) -> set[int]:
         """Returns the `id` of each parameter that is in the groups. Buckets follow these only in the next step."""
@@ -125,7 +120,7 @@ class DividedState:
         self._take_in()
 
     def _owned(self, plan: GradientPlan) -> Ownership:
-        return Ownership(plan.layout.buckets, plan.sharers, masters=self._shard.master)
+        return Ownership(plan.layout.buckets, plan.sharers, masters=self.shard.master)
 
     def _enter(self, everyone: Group, sharers: RankAndSize) -> None:
         """Goes on in another world, if all ranks have the same parts there."""
@@ -137,7 +132,7 @@ class DividedState:
             for group_rank, (_, *earlier_and_now) in enumerate(of_all):
                 if earlier_and_now[:2] != earlier_and_now[2:]:
                     raise GradientError(
-                        f"the state of {self._name} is divided by shard={self._shard.scope!r} among the ranks of a "
+                        f"the state of {self._name} is divided by shard={self.shard.scope!r} among the ranks of a "
                         f"world that has been shut down, and {everyone.describe_rank(group_rank)} had another part "
                         "there, or none: call consolidate_state_dict() on all ranks before hvd.shutdown(), save "
                         "state_dict() on one, and load it on all ranks after hvd.init()"
@@ -243,7 +238,7 @@ class DividedState:
                 return optimizer.state_dict(), {}
         if whole_for is not None:
             raise ValueError(
-                f"{whole_for}: with shard={self._shard.scope!r} this rank has a part alone of the "
+                f"{whole_for}: with shard={self.shard.scope!r} this rank has a part alone of the "
                 f"state of {self._name}: call optimizer.consolidate_state_dict(to=None) on all ranks before"
             )
         parts = {
@@ -256,12 +251,12 @@ class DividedState:
             log.warning(
                 "shard=%r: state_dict() has this rank's part of the state of %s, which only the same rank of as many "
                 "can load: call consolidate_state_dict() on all ranks before, or use hvd.save_checkpoint",
-                self._shard.scope, self._name,
+                self.shard.scope, self._name,
             )  # fmt: skip
         with showing(optimizer, self._others()):
             state = optimizer.state_dict()
         sharers = self.ownership.sharers
-        return state, {"scope": self._shard.scope, "rank": sharers.rank, "size": sharers.size, "parts": parts}
+        return state, {"scope": self.shard.scope, "rank": sharers.rank, "size": sharers.size, "parts": parts}
 
     def _others(self) -> dict[Any, Any]:
         """Returns the entries of the optimizer's state whose keys are not parameters."""
@@ -270,7 +265,7 @@ class DividedState:
     def complete_pattern(self) -> None:
         """Has the state that the optimizer's first step has made, on each rank alone, be as that of later steps."""
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
-        for param in params if self._shard.master else ():
+        for param in params if self.shard.master else ():
             if param.requires_grad and master_dtype(param.dtype) != param.dtype:
                 state = self._optimizer.state[param]
                 for key, value in state.items():
@@ -294,9 +289,9 @@ class DividedState:
         self._whole = None
         self._gone.clear()
         if not own:
-            check_whole(self._optimizer, state, slices=self._shard.slices)
+            check_whole(self._optimizer, state, slices=self.shard.slices)
             self._optimizer.load_state_dict(state)
-            if self._shard.master:
+            if self.shard.master:
                 # PyTorch's method has made the parameters' dtype of it.
                 params = [param for group in self._optimizer.param_groups for param in group["params"]]
                 numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -312,12 +307,12 @@ class DividedState:
         if ownership.sharers != sharers or not keys <= piece_of.keys():
             ownership = self._owned(plan)
             piece_of = {(piece.name, piece.start, piece.stop): piece for piece in ownership.own}
-        fits = (own["scope"], own["rank"], own["size"]) == (self._shard.scope, sharers.rank, sharers.size)
+        fits = (own["scope"], own["rank"], own["size"]) == (self.shard.scope, sharers.rank, sharers.size)
         if not fits or not keys <= piece_of.keys():
             raise ValueError(
                 f"the checkpoint has the part of an optimizer's state of rank {own['rank']} of {own['size']} with "
                 f"shard={own['scope']!r}, and this is rank {sharers.rank} of {sharers.size} with "
-                f"shard={self._shard.scope!r}, or another model: load on each rank what it has saved, or call "
+                f"shard={self.shard.scope!r}, or another model: load on each rank what it has saved, or call "
                 "consolidate_state_dict() on all ranks before state_dict() is saved"
             )
         self._optimizer.load_state_dict(state)

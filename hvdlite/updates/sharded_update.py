@@ -110,7 +110,7 @@ class ShardedUpdate:
         squares = torch.tensor([clipper.squares_of(tensors)], dtype=torch.float64, device="cpu")
         self._states.sharing.all_reduce(squares, f"the norm of the gradients ({self._averages.name})").wait()
         plans = [bucket.plan for bucket in self._states.ownership.buckets]
-        dtypes = {(master_dtype(plan.dtype) if self._states.has_masters else plan.dtype).to_real() for plan in plans}
+        dtypes = {(master_dtype(plan.dtype) if self._states.shard.master else plan.dtype).to_real() for plan in plans}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         clipper.clip_parts(tensors, squares.sqrt()[0].to(plans[0].device if plans else "cpu", dtype))
 
