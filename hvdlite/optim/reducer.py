@@ -87,10 +87,7 @@ class Reducer:
         self._describe = describe
         # The hosts of the ranks that autotune has last chosen the cap for.
         self._tuned_for: tuple[str, ...] | None = None
-        connection = connect()
-        self._enter(connection, None, CarriedOver())
-        # What the ranks of this world compare, and autotune: a rank that was outside the process set may be in it now.
-        self._arguments, self._tune = describe(connection.settings, self.step.plan.exchange)
+        self._enter(connect(), CarriedOver())
         self.exchange_state = ExchangeState(self.step.plan.exchange)
         """What the exchange keeps of gradients, in all worlds."""
         forks.when_forked(self)
@@ -107,10 +104,13 @@ class Reducer:
 
     # -- worlds
 
-    def _enter(self, connection: Connection, earlier: OwnEngine | None, carried: CarriedOver, worlds: int = 0) -> None:
-        """Makes an engine and a step, without parameters, for the connection's settings and ranks."""
+    def _enter(self, connection: Connection, carried: CarriedOver, earlier: OwnEngine | None = None) -> None:
+        """Makes an engine and a step, without parameters, for the connection's ranks. ``earlier``: the last engine."""
         survival, generation = connection.survival, connection.generation
-        self.settings = connection.settings
+        worlds = 0 if earlier is None else self._world.worlds + 1
+        # Keep the cap that autotune has chosen.
+        cap_bytes = connection.settings.cap_bytes if earlier is None else self.settings.cap_bytes
+        self.settings: Settings = replace(connection.settings, cap_bytes=cap_bytes)
         """The arguments by which gradients are combined, with autotune's cap."""
         # How many worlds have begun otherwise than with the ranks that were left of the one before, in one step.
         self._beginnings = None if survival is None else survival.beginnings
@@ -119,7 +119,7 @@ class Reducer:
         is_in_step = worlds > 0 and survival is not None and survival.all_are_in_step
         checks = connection.check_parameters
         self._world = StepWorld(
-            connection.settings,
+            self.settings,
             connection.group,
             self.engine,
             StepTrace(generation.recorder),
@@ -133,6 +133,8 @@ class Reducer:
         self.step = step_of(self._world, survival, self, carried)
         self.surplus = SurplusGradients(self.step, self._world)
         """Which gradients another optimizer's backward pass has left."""
+        # What the ranks of this world compare, and autotune: a rank that was outside the process set may be in it now.
+        self._arguments, self._tune = self._describe(connection.settings, self.step.plan.exchange)
 
     def follow_world(self, buffers: Buffers = ()) -> None:
         """Connects to the current world, if the old one has been shut down. Waits for no other rank.
@@ -154,10 +156,7 @@ class Reducer:
         if is_in_step or not goes_on:
             self.state.clear()
         carried = self.step.carried_over(goes_on=goes_on)
-        # Keep the cap that autotune has chosen.
-        settings = replace(connection.settings, cap_bytes=self.settings.cap_bytes)
-        self._enter(replace(connection, settings=settings), self.engine, carried, self._world.worlds + 1)
-        self._arguments, self._tune = self._describe(connection.settings, self.step.plan.exchange)
+        self._enter(connection, carried, self.engine)
         self.exchange_state.move_to(self.step.plan.exchange)
         for added in carried.added:
             self._take_in(added)
