@@ -118,7 +118,7 @@ class Reducer:
         # Then all ranks finish that step first, and their parameters are equal only after it.
         is_in_step = worlds > 0 and survival is not None and survival.all_are_in_step
         checks = connection.check_parameters
-        self._world = StepWorld(
+        self._world: StepWorld = StepWorld(
             self.settings,
             connection.group,
             self.engine,
