@@ -14,8 +14,7 @@ from functools import partial
 from hvdlite_wire.linux import stat_of
 
 from ..errors import JobEndsError, LauncherError, UsageError
-from ..screen.display import draws_in_place, put_all, terminal_size
-from ..screen.footer import Footer
+from ..screen.display import Footer, draws_in_place, put_all, terminal_size
 from ..status.console import ask_for_view
 from ..status.job_view import JobView
 from ..status.live_view import EACH_S, LiveView, make_view

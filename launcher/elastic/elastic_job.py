@@ -33,12 +33,12 @@ from ..protocol.messages import (
     Unresponsive,
 )
 from ..screen.job_screen import Screen
+from ..status.job_facts import GenerationRow, GenerationTable
 from ..store.server import Store
 from ..system.process_tree import shell_code, signal_name
 from ..workers.ending import FAILURE_GRACE_S, Ending
 from ..workers.failure_message import JobOutcome, failure_message, name_workers
 from ..workers.first_failure import FirstFailure
-from ..workers.generation_table import GenerationRow, GenerationTable
 from .elastic_hosts import ElasticHosts
 from .elastic_workers import ElasticGeneration, Place
 from .hangs import MOST_FAILED_MEETINGS, CutLinks, CutOff, Hangs, RefusedLinks

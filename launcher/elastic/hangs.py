@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..protocol.messages import Alive, InitFailed, Unresponsive
-from ..status.causes import Said, silent_between
+from ..status.job_report import Said, silent_between
 from ..store.server import Store
 
 _ASKED_PER_LIMIT = 4

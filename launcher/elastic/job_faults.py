@@ -22,8 +22,7 @@ from ..protocol.messages import Event, Exited, FaultAsked, InitDone, Lost
 from ..store.server import Store
 from ..system.process_tree import signal_name
 from ..system.terminal_text import table
-from ..workers.ending import Ending
-from ..workers.observer import Observer
+from ..workers.ending import Ending, Observer
 from .elastic_workers import Member
 from .membership import Membership
 

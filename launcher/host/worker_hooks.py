@@ -3,7 +3,7 @@
     import torch ── path/sitecustomize ──► register ─┬─ faulthandler ◄── the signal ── collect
                                                      │       └──► <job's directory>/r<pid>.stacks
                                                      └─ exit handler ──► worker.<number>.apart, or .met
-    agent ── Exited(apart=True) ──► workers.trained_apart ── one warning at the job's end
+    agent ── Exited(apart=True) ──► status.job_facts ── one warning at the job's end
 
 `import torch` calls it in workers and in Python programs that they start, by the `sitecustomize` in the directory
 ``path``, which hvdlite-run puts in front of their PYTHONPATH. In other processes it does nothing.

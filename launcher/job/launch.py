@@ -27,31 +27,24 @@ from ..plan.job_spec import JobSpec
 from ..protocol.messages import Event, HostsFound, Interrupted, ReportAsked, ScreenDone, UserSignal
 from ..screen.display import draws_in_place
 from ..screen.job_screen import Screen, shown_by_rank, shown_by_slots
-from ..screen.json_log import JsonLog, LogEvents
-from ..screen.output_files import OutputFiles
+from ..screen.output_records import JsonLog, LogEvents, OutputFiles
 from ..status.console import Console
 from ..status.first_minute import FirstMinute, LateStart
-from ..status.history import History
-from ..status.job_facts import JobFacts
+from ..status.job_facts import GenerationTable, JobFacts
 from ..status.live_view import EACH_S as WATCH_EACH_S
 from ..status.live_view import LiveView, Watch, make_view
 from ..status.metrics import METRICS_EACH_S, Metrics
 from ..status.progress import JobProgress
 from ..status.reports import Reports
-from ..status.summary import summary_data
-from ..status.summary_page import PAGE, summary_page
+from ..status.summary import PAGE, History, summary_data, summary_page
 from ..store.server import Store
 from ..system import process_tree
 from ..system.process_tree import signals_as_bytes
 from ..system.terminal_text import say
 from ..system.user_files import require_directory, require_writable, write_json, write_text
-from ..workers.ending import Ending
+from ..workers.ending import Ending, Observer, Roster
 from ..workers.failure_message import JobOutcome
 from ..workers.first_failure import FirstFailure
-from ..workers.generation_table import GenerationTable
-from ..workers.observer import Observer
-from ..workers.roster import Roster
-from ..workers.trained_apart import TrainedApart
 from .supervisor import Judgement, Stdin, Supervisor, echoes
 
 Made = TypeVar("Made")
@@ -106,8 +99,7 @@ def launch(job: JobSpec, store: Store | None = None) -> JobOutcome:
         to_close.enter_context(Console(events.put, about))
         reports = Reports(ending, agents.ask_status, directory=job.report_dir, ended=running.ended_ranks)
         views = _Views(job, running, agents, view)
-        apart = TrainedApart(ending)
-        observers = [*running.observers, *views.observers, apart]
+        observers = [*running.observers, *views.observers]
         if job.elastic is None:
             observers.append(LateStart(job.start_timeout_s, ending, reports.on_late_start))
         supervisor = Supervisor(
@@ -127,7 +119,7 @@ def launch(job: JobSpec, store: Store | None = None) -> JobOutcome:
         screen.show_held()
         if report := running.report():
             screen.say(report)
-        if outcome.exit_code == 0 and (warning := apart.warning()):
+        if outcome.exit_code == 0 and (warning := views.facts.warning()):
             screen.say(warning)
         if outcome.message and store is None:
             screen.say(outcome.message)
@@ -171,7 +163,7 @@ class _Views:
         has_page = job.summary_file is not None and job.summary_file.endswith(PAGE)
         each_s = WATCH_EACH_S if job.watch or has_page else METRICS_EACH_S if is_asked else None
         progress = JobProgress(ending, agents.ask_status, each_s=each_s)
-        facts = self._facts = JobFacts(ending, progress, running.table)
+        facts = self.facts = JobFacts(ending, progress, running.table)
         self._history = History(facts) if has_page else None
         if self._history is not None:
             progress.show_with(self._history.note)
@@ -191,7 +183,7 @@ class _Views:
         if self._metrics is not None:
             self._metrics.write(is_up=False, exit_code=outcome.exit_code)
         if self._job.summary_file is not None:
-            data = summary_data(self._facts, outcome, self._job.command, self._job.attempt)
+            data = summary_data(self.facts, outcome, self._job.command, self._job.attempt)
             if self._history is None:
                 write_json("--summary", self._job.summary_file, data, self._screen.say)
             else:

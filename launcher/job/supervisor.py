@@ -61,10 +61,9 @@ from ..protocol.messages import (
 from ..screen.job_screen import Screen
 from ..status.reports import Reports
 from ..system.process_tree import shell_code
-from ..workers.ending import Ending
+from ..workers.ending import Ending, Observer
 from ..workers.failure_message import JobOutcome
 from ..workers.first_failure import FirstFailure
-from ..workers.observer import Observer
 
 Judgement = FirstFailure | ElasticJob
 

@@ -1,4 +1,4 @@
-"""`Display`: the launcher's stdout and stderr, as whole lines, with what is drawn in place below them.
+"""`Display`: the launcher's stdout and stderr, as whole lines, with what is drawn in place below them, a `Footer`.
 
     job_screen: whole lines, bars, unfinished lines, a status, a live view ──► Display ──► Footer ──► a terminal
                                                                                   └──► a pipe or a file
@@ -7,22 +7,37 @@ A pipe or a file gets each line as it is, byte by byte. On a terminal, control s
 `terminal_text`). A worker's bar is drawn below all other lines. An unfinished line, which may be a prompt, is left
 behind all lines: what is shown next continues it if it is of the same worker, unless the user has typed an answer.
 Then, and after output of another worker, it becomes a line of its own. Under a live view it is drawn below instead.
+
+Each line of output is written above the footer: that is erased, and drawn again below. While much is written, output is
+held back for a moment and written together, so that the footer stays visible, and is drawn a few times a second only.
+Its lines are cut at the terminal's width: erasing a longer one would leave its second row.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import select
 import time
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ..protocol.messages import Stream
 from ..system.terminal_text import visible, visible_bytes
-from .footer import ERASE, Footer
-from .held_tracebacks import Traceback, TracebacksInView
-from .lines import Lines
+from .lines import Lines, Traceback
 
+ERASE = b"\r\x1b[K"
+"""Erases the line in which the cursor is."""
+
+_UNWRAPPED, _WRAPPED = b"\x1b[?7l", b"\x1b[?7h"
+_UP_AND_ERASE = b"\r\x1b[%dA\x1b[J"
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+_NO_SIZE = (80, 24)  # of a terminal that does not tell
+# Output that is held back is written at once when it is this much.
+_MOST_HELD_BYTES = 1 << 16
+# Has terminals that know it show nothing between the two: lines that scroll up, and the footer below them, at once.
+_TOGETHER, _SHOWN = b"\x1b[?2026h", b"\x1b[?2026l"
 # How often the footer is drawn at most, while there is output without a pause.
 _REDRAW_S = 0.05
 _UNCOLOURED = b"\x1b[0m"
@@ -32,6 +47,100 @@ View = Callable[[int, int], Sequence[str]]
 
 Whose = tuple[int, Stream]
 """A worker's number, and one of its streams."""
+
+
+class Footer:
+    """What is drawn at the bottom of one terminal."""
+
+    def __init__(
+        self,
+        put: Callable[[bytes], object],
+        size: Callable[[], tuple[int, int]],
+        *,
+        clock: Callable[[], float],
+        redraw_s: float,
+    ) -> None:
+        """``put`` writes to the terminal, ``size`` returns its columns and rows.
+
+        ``redraw_s``: after it was drawn, it is drawn no sooner than after so long, unless much output comes.
+        """
+        self._put = put
+        self._size = size
+        self._clock = clock
+        self._redraw_s = redraw_s
+        self._drawn: Sequence[bytes] = ()
+        self._drawn_at: float | None = None
+        self._columns = 0
+        self._held = bytearray()
+        self._below = 0
+        self.due_at: float | None = None
+        """When what has changed is to be drawn, by the clock; None if nothing has."""
+
+    def fits(self) -> tuple[int, int]:
+        """Returns how many columns and lines there are room for: a row is left to the output."""
+        columns, rows = self._size()
+        columns, rows = columns or _NO_SIZE[0], rows or _NO_SIZE[1]
+        return columns, max(1, rows - 1)
+
+    def write(self, text: bytes) -> None:
+        """Writes whole lines above it, now or soon; `draw` must be called afterwards."""
+        if self._drawn:
+            self._held += text
+        else:
+            self._put(text)
+
+    def erase(self) -> None:
+        """Makes room for output: the cursor is at the beginning of a line then. What was held back is written."""
+        if out := self._erasing() + self._held:
+            self._put(bytes(out))
+        self._drawn, self.due_at = (), None
+        self._held.clear()
+
+    def note_newline(self) -> None:
+        """Notes that the terminal has begun a new line below it, as it does when the user ends one."""
+        self._below += bool(self._drawn)
+
+    def draw(self, lines: Sequence[bytes]) -> None:
+        """Draws these lines, unless they are there already, or were drawn so lately that they are due later."""
+        columns, most = self.fits()
+        lines = list(lines[:most])
+        if not self._held and lines == self._drawn and columns == self._columns:
+            self.due_at = None
+            return
+        if lines and self._drawn_at is not None and len(self._held) <= _MOST_HELD_BYTES:
+            at_s = self._drawn_at + self._redraw_s
+            if self._clock() < at_s:
+                self.due_at = at_s
+                return
+        self.due_at = None
+        is_scrolled = bool(self._held and lines)
+        out = self._erasing() + self._held
+        self._held.clear()
+        self._drawn = lines
+        if lines:
+            out += _UNWRAPPED + b"\n".join(lines) + _WRAPPED
+            self._columns, self._drawn_at = columns, self._clock()
+        if out:
+            self._put(_TOGETHER + out + _SHOWN if is_scrolled else bytes(out))
+
+    def _erasing(self) -> bytes:
+        if not self._drawn:
+            return b""
+        up, self._below = self._rows_there() - 1 + self._below, 0
+        return _UP_AND_ERASE % up if up else ERASE
+
+    def _rows_there(self) -> int:
+        """Returns the rows that the lines have now: terminals wrap them when they are made narrower."""
+        columns, most = self.fits()
+        if columns >= self._columns:
+            return len(self._drawn)
+        widths = (min(_width(line), self._columns) for line in self._drawn)
+        return min(most, sum(max(1, -(-width // columns)) for width in widths))
+
+
+def _width(line: bytes) -> int:
+    text = _COLOUR.sub("", line.decode(errors="replace"))
+    return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text)
 
 
 class Display:
@@ -67,7 +176,6 @@ class Display:
         self._unfinished: dict[Whose, tuple[Lines, bytes]] = {}
         # The unfinished line on the terminal that the cursor is in, and its bytes there. Then no bar is drawn.
         self._open: tuple[Stream, Lines, bytes] | None = None
-        self._in_view = TracebacksInView()
         self._footers = self._make_footers(redraw_s)
 
     def _make_footers(self, redraw_s: float) -> dict[Stream, Footer]:
@@ -104,8 +212,6 @@ class Display:
         """Writes whole lines, above the footer. ``source`` are those of a worker that they come from."""
         if self._open is not None and (text or (source is not None and source.bar and source.in_place)):
             text = self._after_open(stream, text, source)
-        if text and self.on_terminal[stream]:
-            self._in_view.pass_lines(text, terminal_size(self._fds[stream])[0])
         if text and (footer := self._footers.get(stream)):
             footer.write(text)
         elif text:
@@ -149,15 +255,14 @@ class Display:
             self._open = None
 
     def write_traceback(self, traceback: Traceback, stamp: Callable[[], bytes]) -> None:
-        """Writes a traceback that several ranks have written, and remembers where it is."""
-        self._in_view.add(traceback)
+        """Writes a traceback that several ranks have written."""
         lines = self.new_lines("stderr", self.prefix(traceback.name, traceback.rank, "stderr"), stamp)
         self.write("stderr", lines.feed(traceback.text) + lines.finish())
 
     def say(self, text: str) -> None:
-        """Shows a message of the launcher on stderr, without a traceback that can still be seen above."""
+        """Shows a message of the launcher on stderr."""
         if self.on_terminal["stderr"]:
-            text = visible(self._in_view.without_quote(text, terminal_size(self._fds["stderr"])[1]))
+            text = visible(text)
         # The terminal may show a ^C there, or still have the colour of a worker's output.
         over = _UNCOLOURED + ERASE if self.in_place["stderr"] else b""
         self.write("stderr", over + f"hvdlite-run: {text}\n".encode(errors="surrogateescape"))

@@ -10,8 +10,7 @@ every few seconds, and the last one. On a terminal the newest state of each work
 
 A worker's unfinished line may be a prompt: on a terminal it is shown once the worker has been quiet for a moment.
 
-A traceback that several ranks write is shown once, by `held_tracebacks`. If a message at the end of the job quotes one
-that can still be seen on the terminal, it says where that is instead.
+A traceback that several ranks write is shown once (`HeldTracebacks`).
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ from ..errors import UsageError
 from ..plan.hosts import Slot
 from ..plan.job_spec import JobSpec
 from ..protocol.messages import Event, Output, ScreenDone, ScreenFailed, Stream
-from ..workers.failure_message import quotes
 from .display import Display, View, Whose
-from .held_tracebacks import HeldTracebacks, Traceback
-from .lines import Lines
-from .output_files import OutputRecord
+from .lines import HeldTracebacks, Lines, Traceback
+from .output_records import OutputRecord
 
 # An unfinished line is shown when its worker has been quiet for this long: more than between two prints of one line.
 _QUIET_S = 0.15
@@ -221,8 +218,7 @@ class Screen:
         self._display.show_unfinished(whose, self._lines[whose])
 
     def _finish(self, worker: int) -> None:
-        rank = self._rank_now(worker)
-        self._keep(lambda record: record.finish(worker, rank))
+        self._keep(lambda record: record.finish(worker))
         for part in self._tracebacks.end(worker):
             self._show_stderr(worker, part)
         for stream in _STREAMS:
@@ -233,7 +229,6 @@ class Screen:
 
     def _say(self, text: str) -> None:
         self._keep(lambda record: record.event("say", text=text))
-        self._show_those(lambda: self._tracebacks.quoted(lambda written: quotes(text, written)))
         self._display.say(text)
 
     def _rank_now(self, worker: int) -> int | None:

@@ -26,9 +26,8 @@ from ..protocol.messages import (
     ScreenFailed,
     Started,
 )
-from ..workers.ending import Ending
+from ..workers.ending import Ending, Observer
 from ..workers.failure_message import name_ranks, name_workers
-from ..workers.observer import Observer
 
 _EACH_S = 1.0
 _MOST_NAMED = 4

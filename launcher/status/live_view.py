@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..protocol.messages import Event, WatchAsked
 from ..screen.display import View
-from ..workers.observer import Observer
+from ..workers.ending import Observer
 from .job_facts import JobFacts
 from .job_view import JobView, age, bytes_in_short, in_short, severity, trouble_of
 from .rank_status import RankStatus

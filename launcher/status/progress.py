@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from hvdlite_wire.worker_status import HostUsage, Pace
 
 from ..protocol.messages import AskStatus, Event, StatusTold
-from ..workers.ending import Ending
-from ..workers.observer import Observer
+from ..workers.ending import Ending, Observer
 from .rank_status import RankStatus, sorted_by_rank
 
 # Rates are differences over about so long.

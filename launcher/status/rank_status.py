@@ -13,7 +13,7 @@ from typing import Any
 
 from hvdlite_wire.worker_status import Frame, WorkerStatus
 
-from ..workers.roster import Roster
+from ..workers.ending import Roster
 
 # Functions in which a program waits for other ranks, by what their files' paths end with. A program of plain
 # torch.distributed says nothing else of its waits.

@@ -1,13 +1,10 @@
 """`Reports`: takes reports on a running job, one at a time, and passes each on when all hosts have answered.
 
-    AskStatus to the agents ──► on_told, until all have come, or the time is over ──► screen, files, who has asked
-
-`supervisor` calls it. It has no connection, thread or clock of its own.
+AskStatus to the agents ──► on_told, until all have come, or the time is over ──► screen, files, who has asked
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Collection
@@ -17,8 +14,8 @@ from hvdlite_wire.safe_paths import write_file
 from ..errors import why_not_written
 from ..protocol.messages import AskStatus, ReportAsked, Stalled, StatusTold, Unresponsive
 from ..workers.ending import Ending
+from .job_report import JobReport
 from .rank_status import RankStatus
-from .report_text import JobReport
 
 # Agents stop to collect after 4 s.
 _COMPLETE_WITHIN_S = 4.5
@@ -65,8 +62,9 @@ class Reports:
 
     def on_stalled(self, stalled: Stalled) -> None:
         """Takes a report since a worker has waited for long, unless there was one lately."""
-        if self._last_at is None or self._ending.clock() - self._last_at >= _PAUSE_S:
-            self._last_at = self._ending.clock()
+        now_s = self._ending.clock()
+        if self._last_at is None or now_s - self._last_at >= _PAUSE_S:
+            self._last_at = now_s
             name = self._ending.roster.name([stalled.worker])
             self._begin(f"since {name} has waited {stalled.waited_s:.0f} s for others", is_shown=True)
 
@@ -133,26 +131,15 @@ class Reports:
     def _write(self, text: str, data: object) -> None:
         if self._directory is None:
             return
+        has_failed, self._has_failed = self._has_failed, False
         try:
             for suffix, content in (("txt", text), ("json", json.dumps(data, indent=1))):
-                path = os.path.join(self._directory, f"report-{self._number}.{suffix}")
-                _write_file(path, content + "\n")
-            self._has_failed = False
+                fd = write_file(os.path.join(self._directory, f"report-{self._number}.{suffix}"))
+                # The user's locale may lack the letters of a program's names.
+                with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(content + "\n")
         except OSError as error:
-            # Told once: the job goes on, and the next report is tried again.
-            if not self._has_failed:
+            self._has_failed = True
+            if not has_failed:  # told once: the job goes on, and the next report is tried again
                 why = why_not_written(error)
                 self._ending.say(f"--report-dir {self._directory}: reports are not written: {why}. The job goes on")
-            self._has_failed = True
-
-
-def _write_file(path: str, text: str) -> None:
-    fd = write_file(path)
-    try:
-        # The user's locale may lack the letters of a program's names.
-        with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        raise

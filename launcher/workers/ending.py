@@ -1,21 +1,21 @@
-"""Ends the workers of a job: signals, the grace period, SIGKILL, and what a signal to the launcher does.
+"""The workers of a job, what is known of each, and how they are ended: signals, the grace period, SIGKILL.
 
     a judgement, or a signal to the launcher ──► Ending ──► signals to workers, a JobOutcome
 
-`supervisor` calls it when its alarm is due. Workers that are to end get a signal, and SIGKILL after a grace period. It
-is longer if the launcher was signalled, since workers may have to write a checkpoint. The first cause determines
-the outcome; what workers do after they were signalled does not.
+`supervisor` keeps the `Roster` up to date, and calls `Ending` when its alarm is due. Workers that are to end get a
+signal, and SIGKILL after a grace period. It is longer if the launcher was signalled, since workers may have to write a
+checkpoint. The first cause determines the outcome; what workers do after they were signalled does not.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from ..protocol.messages import Event, Exited, Output, Stream
 from ..system.process_tree import signal_name
-from .failure_message import JobOutcome
-from .roster import Roster
+from .failure_message import Failure, JobOutcome, Tail, name_ranks, name_workers
 
 # From the first signal to SIGKILL after a failure of a worker, a host or the screen.
 FAILURE_GRACE_S = 3.0
@@ -24,6 +24,60 @@ FAILURE_GRACE_S = 3.0
 SAME_SIGNAL_S = 0.2
 # How long to wait after SIGKILL for the workers' `Exited`. Then hanging up on the agents ends what still runs.
 GIVE_UP_S = 1.0
+
+
+class Observer:
+    """What `supervisor` tells of each event of a job, before it handles the event itself, and of time."""
+
+    def on_event(self, event: Event) -> None:
+        """Takes note of an event."""
+
+    def time_left_s(self) -> float | None:
+        """Returns the seconds until `time_passes` must be called; None if it need not be."""
+        return None
+
+    def time_passes(self) -> None:
+        """Does what is due."""
+
+
+@dataclass
+class WorkerRecord:
+    """What is known of a worker. ``rank`` is its rank now; None before it has one, in an elastic job."""
+
+    host: str
+    rank: int | None
+    pid: int = 0
+    written: Mapping[Stream, Tail] = field(default_factory=lambda: {"stderr": Tail(), "stdout": Tail()})
+
+
+class Roster(dict[int, WorkerRecord]):
+    """The records of workers, by their numbers."""
+
+    def add(self, number: int, host: str, rank: int | None = None) -> None:
+        self[number] = WorkerRecord(host, rank)
+
+    def note(self, output: Output) -> None:
+        """Keeps what a worker wrote, as its last lines may be the reason for its failure."""
+        self[output.worker].written[output.stream].add(output.data)
+
+    def on_host(self, host: str) -> list[int]:
+        return [number for number, record in self.items() if record.host == host]
+
+    def hosts_of(self, numbers: Iterable[int]) -> list[str]:
+        """Returns the hosts of these workers, each once. Any thread may ask, also of workers that have just ended."""
+        return list(dict.fromkeys(record.host for number in numbers if (record := self.get(number)) is not None))
+
+    def name(self, numbers: Collection[int]) -> str:
+        """Returns the ranks of these workers, as in ``ranks 0, 2``; those without a rank by number."""
+        ranks = [rank for number in numbers if (rank := self[number].rank) is not None]
+        others = [number for number in numbers if self[number].rank is None]
+        return " and ".join([*([name_ranks(ranks)] if ranks else []), *([name_workers(others)] if others else [])])
+
+    def failure(self, end: Exited) -> Failure:
+        """Returns what is to be told of a worker that has failed."""
+        record = self[end.worker]
+        lines = {stream: tail.lines() for stream, tail in record.written.items()}
+        return Failure(record.rank, record.host, record.pid, end.returncode, worker=end.worker, **lines)
 
 
 @dataclass(eq=False)
@@ -43,11 +97,9 @@ class Ending:
     running: set[int] = field(default_factory=set)
     """The numbers of the workers that run."""
     outcome: JobOutcome | None = None
-    """The outcome of the job, once there is a cause for its end."""
     effect_of: int = 0
     """If the launcher receives this signal now, that is the cause, and what set the outcome is its effect."""
     has_killed: bool = False
-    """Whether the workers were sent SIGKILL."""
     gave_up: bool = False
     """Whether workers did not end after SIGKILL."""
     _signalled_at: float | None = None
@@ -135,8 +187,6 @@ class Ending:
 
     def _give_up(self) -> None:
         self.gave_up = True
-
-    # ------------------------------------------------------------------ alarm
 
     def _set_alarm(self, delay_s: float, action: Callable[[], None]) -> None:
         """Sets the only alarm, replacing another: each step of the job's end follows from the one before."""

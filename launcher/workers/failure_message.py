@@ -1,6 +1,5 @@
 """The `JobOutcome` of a job, and the message about the worker that failed first: how, and the end of its stderr.
 
-`first_failure` decides which worker failed first, and words lost hosts and ranks that are missing in hvd.init().
 If that worker wrote nothing to stderr, the message quotes another one that failed in the same way soon after it.
 """
 
@@ -25,8 +24,6 @@ _HOW_TO_FIND_IT = (
     "With hvdlite-run --horovod, a program that imports horovod gets hvdlite. If you used it, PYTHONPATH was lost on "
     "the way: extend it, as in PYTHONPATH=$PWD:$PYTHONPATH, and do not use python -E or -I."
 )
-_ITS_END = "The end of its stderr:"
-_INDENT = "\n    "
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (
     "The above exception was the direct cause of the following exception:",
@@ -47,13 +44,9 @@ class Tail:
 
     def lines(self) -> list[str]:
         """Returns the last traceback and the lines after it; without a traceback, the last lines."""
-        lines = _lines_of(bytes(self._data[-_TAIL_BYTES:]))
-        return [] if lines == [""] else lines[max(_begin(lines), len(lines) - _TAIL_LINES) :]
-
-
-def _lines_of(written: bytes) -> list[str]:
-    text = written.decode(errors="backslashreplace")
-    return [line.rsplit("\r", 1)[-1] for line in text.replace("\r\n", "\n").rstrip().split("\n")]
+        text = self._data[-_TAIL_BYTES:].decode(errors="backslashreplace").replace("\r\n", "\n").rstrip()
+        lines = [line.rsplit("\r", 1)[-1] for line in text.split("\n")] if text else []
+        return lines[max(_begin(lines), len(lines) - _TAIL_LINES) :]
 
 
 def _begin(lines: list[str]) -> int:
@@ -104,9 +97,9 @@ def failure_message(first: Failure, others: Sequence[Failure] = (), *, is_last: 
     failures = [first, *sorted(others, key=lambda other: other.returncode != first.returncode)]
     speaker = next((failure for failure in failures if failure.stderr), None)
     if speaker is first:
-        said = f"{first.who} {how}. {_ITS_END}"
+        said = f"{first.who} {how}. The end of its stderr:"
     elif speaker is not None:
-        said = f"{first.who} {how}. It wrote nothing to stderr. {_soon(speaker)}. {_ITS_END}"
+        said = f"{first.who} {how}. It wrote nothing to stderr. {_soon(speaker)}. The end of its stderr:"
     else:
         nothing = f"{first.who} {how}. It wrote nothing to stderr"
         speaker = next((failure for failure in failures if failure.stdout and first.returncode > 0), None)
@@ -116,20 +109,8 @@ def failure_message(first: Failure, others: Sequence[Failure] = (), *, is_last: 
             nothing += f". {_soon(speaker)}, and wrote nothing there either"
         said = f"{nothing}. The end of its stdout:"
     lines = speaker.stderr or speaker.stdout[-_STDOUT_LINES:]
-    words = _INDENT.join([said, *lines])
+    words = "\n    ".join([said, *lines])
     return f"{words}\n{_HOW_TO_FIND_IT}" if _NO_HOROVOD.fullmatch(_PREFIX.sub("", lines[-1], count=1)) else words
-
-
-def quotes(message: str, written: bytes) -> bool:
-    """Whether a `failure_message` quotes just this, which a worker wrote to stderr."""
-    return without_quote(message, written, "") != message
-
-
-def without_quote(message: str, written: bytes, instead: str) -> str:
-    """Returns a `failure_message` with ``instead`` in place of the quotation, if that is just what was written."""
-    said, quote, rest = message.partition(_INDENT.join([_ITS_END, *_lines_of(written)]))
-    # Where the quotation goes on, there is more to tell than what was written.
-    return message if not quote or (rest and not rest.startswith(f"\n{_HOW_TO_FIND_IT}")) else said + instead + rest
 
 
 def _soon(other: Failure) -> str:
@@ -164,12 +145,12 @@ class JobOutcome:
         return cls(1, f"cannot write to {failed.where}: {failed.error.strerror}")
 
 
-def name_ranks(ranks: Collection[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
+def name_ranks(ranks: Collection[int], kind: str = "rank") -> str:
+    return f"{kind}{'' if len(ranks) == 1 else 's'} {', '.join(map(str, sorted(ranks)))}"
 
 
 def name_workers(numbers: Collection[int]) -> str:
-    return ("worker " if len(numbers) == 1 else "workers ") + ", ".join(map(str, sorted(numbers)))
+    return name_ranks(numbers, "worker")
 
 
 def ranges(numbers: Sequence[int], comma: str = ", ") -> str:

@@ -15,8 +15,7 @@ from hvdlite_launcher.plan.job_spec import Policy
 from hvdlite_launcher.protocol.messages import Answered, Hello, HostsFound, InitDone, InitStarted
 from hvdlite_launcher.status.reports import Reports
 from hvdlite_launcher.store.server import Store
-from hvdlite_launcher.workers.ending import Ending
-from hvdlite_launcher.workers.roster import Roster
+from hvdlite_launcher.workers.ending import Ending, Roster
 from hvdlite_wire.store_requests import ANSWERS, assignment_key
 
 START_TIMEOUT_S = 60.0

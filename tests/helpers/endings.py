@@ -1,7 +1,6 @@
 """An `Ending` of a job that nothing ends, for what is told of a job's events."""
 
-from hvdlite_launcher.workers.ending import Ending
-from hvdlite_launcher.workers.roster import Roster
+from hvdlite_launcher.workers.ending import Ending, Roster
 
 
 def ending_of(clock=lambda: 0.0, *, say=lambda text: None, hosts=()):

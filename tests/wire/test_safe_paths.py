@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.screen.output_files import OutputFiles
+from hvdlite_launcher.screen.output_records import OutputFiles
 from hvdlite_wire.safe_paths import ForeignLinkError, write_file
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes what is another user's")

@@ -15,8 +15,7 @@ from hvdlite_launcher.plan.job_spec import ON_FAILURE, Policy
 from hvdlite_launcher.protocol.messages import Answered, Exited, Hello, HostsFound, InitDone, InitStarted
 from hvdlite_launcher.store.relay import Cache
 from hvdlite_launcher.store.server import Store
-from hvdlite_launcher.workers.ending import Ending
-from hvdlite_launcher.workers.roster import Roster
+from hvdlite_launcher.workers.ending import Ending, Roster
 from hvdlite_wire.store_requests import (
     ANSWERS,
     DONE,

@@ -26,9 +26,8 @@ from hvdlite_launcher.protocol.messages import (
     UserSignal,
 )
 from hvdlite_launcher.status.reports import Reports
-from hvdlite_launcher.workers.ending import FAILURE_GRACE_S, SAME_SIGNAL_S, Ending
+from hvdlite_launcher.workers.ending import FAILURE_GRACE_S, SAME_SIGNAL_S, Ending, Roster
 from hvdlite_launcher.workers.first_failure import PEER_LEFT_S, PEER_LOST_S, SAME_TIME_S, FirstFailure
-from hvdlite_launcher.workers.roster import Roster
 
 GRACE = 30.0  # the grace after a signal to the launcher
 INT, TERM, KILL, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP

@@ -1,6 +1,6 @@
 """What is drawn below all output takes only the rows that are there, and is erased as a whole."""
 
-from hvdlite_launcher.screen.footer import Footer
+from hvdlite_launcher.screen.display import Footer
 
 DRAWN = b"\x1b[?7l%b\x1b[?7h"
 

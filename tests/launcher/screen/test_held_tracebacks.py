@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
-import struct
-import termios
-import threading
 from queue import SimpleQueue
 
 import pytest
 from hvdlite_launcher.protocol.messages import Output, ScreenDone
-from hvdlite_launcher.screen.held_tracebacks import HOLD_S, HeldTracebacks, Traceback
-from hvdlite_launcher.workers.failure_message import Failure, Tail, failure_message
+from hvdlite_launcher.screen.lines import HOLD_S, HeldTracebacks, Traceback
+from hvdlite_launcher.workers.failure_message import Failure, failure_message
 from hypothesis import given
 from hypothesis import strategies as st
 from screens import screen_on
@@ -155,40 +150,20 @@ def test_every_byte_of_one_worker_comes_out_once_and_in_order_however_they_are_c
 # ------------------------------------------------------------ on the screen
 
 
-class Terminal:
-    """A terminal of some rows, and a screen on it; or a pipe."""
+class Pipe:
+    """A pipe, and a screen on it."""
 
-    def __init__(self, rows: int | None = 24) -> None:
-        self.reads, self.writes = os.pipe() if rows is None else pty.openpty()
-        if rows is not None:
-            fcntl.ioctl(self.writes, termios.TIOCSWINSZ, struct.pack("HHHH", rows, 80, 0, 0))
+    def __init__(self) -> None:
+        self.reads, self.writes = os.pipe()
         self.events: SimpleQueue = SimpleQueue()
         self.screen = screen_on(self.writes, self.writes, self.events, environ={"TERM": "dumb"}, clock=lambda: 0.0)
 
     def text(self) -> bytes:
-        data = bytearray()
-
-        def read() -> None:
-            while not data.endswith(b"THE END"):
-                data.extend(os.read(self.reads, 65536))
-
-        reader = threading.Thread(target=read)
-        reader.start()
         self.screen.close()
         assert isinstance(self.events.get(timeout=60), ScreenDone)
-        os.write(self.writes, b"THE END")
-        reader.join()
-        os.close(self.reads)
         os.close(self.writes)
-        return bytes(data).removesuffix(b"THE END").replace(b"\r\n", b"\n")
-
-
-def message_of(rank: int, *written: bytes) -> str:
-    """Returns what is said at the end about a rank that wrote this."""
-    tail = Tail()
-    for data in written:
-        tail.add(data)
-    return failure_message(Failure(rank, "a", 42, 1, tail.lines()))
+        with os.fdopen(self.reads, "rb") as pipe:
+            return pipe.read()
 
 
 def after(rank: int, text: bytes) -> bytes:
@@ -196,62 +171,20 @@ def after(rank: int, text: bytes) -> bytes:
 
 
 MERGED = b"".join(b"[0-1]<stderr>:" + line for line in PLAIN.splitlines(keepends=True))
-ABOVE = b"hvdlite-run: rank 1 on a (pid 42) failed first, with exit code 1. Its traceback is above, at [0-1]<stderr>.\n"
-
-
-def both(terminal: Terminal) -> None:
-    for rank in (0, 1):
-        terminal.screen.show(Output(rank, "stderr", of_rank(rank, PLAIN)))
-
-
-def test_the_message_at_the_end_does_not_repeat_what_is_on_the_terminal_still():
-    terminal = Terminal()
-    both(terminal)
-    for rank in (0, 1):
-        terminal.screen.finish(rank)
-    terminal.screen.say(message_of(1, of_rank(1, PLAIN)))
-    assert terminal.text() == MERGED + ABOVE
-
-
-def test_the_message_repeats_what_has_scrolled_away():
-    terminal = Terminal()
-    both(terminal)
-    terminal.screen.show_held()
-    terminal.screen.show(Output(2, "stdout", b"line\n" * 24))
-    terminal.screen.say(message := message_of(1, of_rank(1, PLAIN)))
-    text = terminal.text()
-    assert text.startswith(MERGED)
-    assert text.endswith(f"[2]<stdout>:line\nhvdlite-run: {message}\n".encode())
-
-
-def test_lines_that_take_more_than_a_row_scroll_by_more():
-    terminal = Terminal()
-    both(terminal)
-    terminal.screen.show_held()
-    terminal.screen.show(Output(2, "stdout", b"x" * 80 * 24 + b"\n"))
-    terminal.screen.say(message := message_of(1, of_rank(1, PLAIN)))
-    assert terminal.text().endswith(f"hvdlite-run: {message}\n".encode())
-
-
-def test_the_message_repeats_a_traceback_after_which_the_rank_has_written_more():
-    terminal = Terminal()
-    written = PLAIN, b"and more\n"
-    for data in written:
-        terminal.screen.show(Output(1, "stderr", data))
-    terminal.screen.say(message := message_of(1, *written))
-    assert terminal.text() == after(1, b"".join(written)) + f"hvdlite-run: {message}\n".encode()
 
 
 def test_in_a_pipe_the_message_stands_by_itself():
-    terminal = Terminal(rows=None)
-    both(terminal)
-    terminal.screen.say(message := message_of(1, of_rank(1, PLAIN)))
-    assert terminal.text() == MERGED + f"hvdlite-run: {message}\n".encode()
+    pipe = Pipe()
+    for rank in (0, 1):
+        pipe.screen.show(Output(rank, "stderr", of_rank(rank, PLAIN)))
+    pipe.screen.show_held()
+    pipe.screen.say(message := failure_message(Failure(1, "a", 42, 1, PLAIN.decode().splitlines())))
+    assert pipe.text() == MERGED + f"hvdlite-run: {message}\n".encode()
 
 
 def test_the_other_stream_of_the_same_rank_waits_for_nothing_and_lines_of_others_come_before():
-    terminal = Terminal(rows=None)
-    terminal.screen.show(Output(0, "stderr", PLAIN))
-    terminal.screen.show(Output(1, "stdout", b"of rank 1\n"))
-    terminal.screen.show(Output(0, "stdout", b"of rank 0\n"))
-    assert terminal.text() == b"[1]<stdout>:of rank 1\n" + after(0, PLAIN) + b"[0]<stdout>:of rank 0\n"
+    pipe = Pipe()
+    pipe.screen.show(Output(0, "stderr", PLAIN))
+    pipe.screen.show(Output(1, "stdout", b"of rank 1\n"))
+    pipe.screen.show(Output(0, "stdout", b"of rank 0\n"))
+    assert pipe.text() == b"[1]<stdout>:of rank 1\n" + after(0, PLAIN) + b"[0]<stdout>:of rank 0\n"

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 import pytest
 from hvdlite_launcher.protocol.messages import Output, ScreenDone, ScreenFailed
 from hvdlite_launcher.screen.lines import BAR_EACH_S, MAX_LINE_BYTES, Lines
-from hvdlite_launcher.screen.output_files import OutputFiles
+from hvdlite_launcher.screen.output_records import OutputFiles
 from hypothesis import given
 from hypothesis import strategies as st
 from screens import screen_on

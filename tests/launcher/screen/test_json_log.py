@@ -7,9 +7,9 @@ import os
 import pytest
 from hvdlite_launcher.errors import UsageError
 from hvdlite_launcher.protocol.messages import Exited, InitDone, Interrupted, Lost, Output, Started
-from hvdlite_launcher.screen import json_log
-from hvdlite_launcher.screen.json_log import JsonLog, LogEvents
-from hvdlite_launcher.workers.roster import Roster
+from hvdlite_launcher.screen import output_records
+from hvdlite_launcher.screen.output_records import JsonLog, LogEvents
+from hvdlite_launcher.workers.ending import Roster
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,8 +27,8 @@ def test_each_line_of_a_stream_is_an_object_however_its_bytes_are_cut(path):
     log = JsonLog(str(path), clock=lambda: 12.5)
     for worker, stream, data in [(0, "stdout", b"on"), (1, "stderr", b"other\n"), (0, "stdout", b"e\ntwo\nthr")]:
         assert log.output(Output(worker, stream, data), worker + 10) is None
-    log.finish(0, 10)
-    log.finish(0, 10)
+    log.finish(0)
+    log.finish(0)
     log.close()
     assert _objects(path)[0] == {
         "time": 12.5, "kind": "output", "worker": 1, "rank": 11, "stream": "stderr", "text": "other"
@@ -55,7 +55,7 @@ def test_a_line_without_end_is_written_in_pieces(path):
     log = JsonLog(str(path))
     for _ in range(40):
         log.output(Output(0, "stdout", b"x" * (1 << 16)), 0)
-    log.finish(0, 0)
+    log.finish(0)
     texts = [each["text"] for each in _objects(path)]
     assert len(texts) > 1
     assert sum(map(len, texts)) == 40 << 16
@@ -88,7 +88,7 @@ def test_a_disk_that_is_full_is_told_once_and_the_log_ends():
 def test_after_a_failure_nothing_that_workers_write_is_looked_at(monkeypatch):
     log = JsonLog("/dev/full")
     assert log.output(Output(0, "stdout", b"one\n"), 0) is not None
-    monkeypatch.setattr(json_log, "_last_state", None)
+    monkeypatch.setattr(output_records, "_last_state", None)
     assert log.output(Output(0, "stdout", b"two\n"), 0) is None
 
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from hvdlite_launcher.errors import UsageError
 from hvdlite_launcher.protocol.messages import Output
-from hvdlite_launcher.screen.output_files import OutputFiles
+from hvdlite_launcher.screen.output_records import OutputFiles
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_cannot_be_written_is_named_and_nothing_stays_open(tmp_path):
 def test_what_a_process_writes_that_an_ended_worker_has_left_is_in_its_file(tmp_path):
     files = OutputFiles(str(tmp_path), {number: number for number in range(40)})
     for number in range(40):
-        files.finish(number, None)
+        files.finish(number)
     files.output(Output(0, "stdout", b"late"), None)
     files.close()
     assert (tmp_path / "rank.00" / "stdout").read_bytes() == b"late"
@@ -67,7 +67,7 @@ def test_any_number_of_workers_of_an_elastic_job_have_some_open_files(tmp_path):
     for worker in range(60):
         files.begin(worker)
         files.output(Output(worker, "stdout", b"first "), None)
-        files.finish(worker, None)
+        files.finish(worker)
         files.output(Output(worker, "stdout", b"late"), None)
         open_files.append(len(files._files))
     files.output(Output(0, "stdout", b"much too late"), None)

@@ -13,7 +13,7 @@ from hvdlite_launcher.plan.hosts import plan_slots
 from hvdlite_launcher.plan.job_spec import JobSpec
 from hvdlite_launcher.protocol.messages import Output, ScreenDone
 from hvdlite_launcher.screen.job_screen import shown_by_rank, shown_by_slots
-from hvdlite_launcher.screen.output_files import OutputFiles
+from hvdlite_launcher.screen.output_records import OutputFiles
 from screens import screen_on
 
 

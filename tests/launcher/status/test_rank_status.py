@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdlite_launcher.status.rank_status import RankStatus
-from hvdlite_launcher.workers.roster import Roster
+from hvdlite_launcher.workers.ending import Roster
 from hvdlite_wire.worker_status import Frame, Process, StepStatus, Thread, WorkerStatus
 from statuses import told
 

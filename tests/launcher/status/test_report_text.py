@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hvdlite_launcher.status.job_report import JobReport
 from hvdlite_launcher.status.rank_status import RankStatus
-from hvdlite_launcher.status.report_text import JobReport
 from hvdlite_wire.worker_status import Frame, Source, Thread, Wait
 
 LIBRARY = "/lib/torch/wait.py"

@@ -3,11 +3,10 @@
 import pytest
 from endings import ending_of
 from hvdlite_launcher.protocol.messages import Exited, PeakMemory, Started
-from hvdlite_launcher.status.job_facts import JobFacts
+from hvdlite_launcher.status.job_facts import GenerationRow, GenerationTable, JobFacts
 from hvdlite_launcher.status.progress import JobProgress
 from hvdlite_launcher.status.summary import summary_data
 from hvdlite_launcher.workers.failure_message import JobOutcome
-from hvdlite_launcher.workers.generation_table import GenerationRow, GenerationTable
 from hvdlite_wire.worker_status import HostUsage
 from statuses import told
 

@@ -9,14 +9,11 @@ from itertools import pairwise
 import pytest
 from endings import ending_of
 from hvdlite_launcher.protocol.messages import Exited, Started
-from hvdlite_launcher.status import history
-from hvdlite_launcher.status.history import History, Moment
-from hvdlite_launcher.status.job_facts import JobFacts
+from hvdlite_launcher.status import summary
+from hvdlite_launcher.status.job_facts import GenerationRow, GenerationTable, JobFacts
 from hvdlite_launcher.status.progress import JobProgress
-from hvdlite_launcher.status.summary import summary_data
-from hvdlite_launcher.status.summary_page import summary_page
+from hvdlite_launcher.status.summary import History, Moment, summary_data, summary_page
 from hvdlite_launcher.workers.failure_message import JobOutcome
-from hvdlite_launcher.workers.generation_table import GenerationRow, GenerationTable
 from hvdlite_wire.worker_status import HostUsage, Pace
 from statuses import told
 
@@ -138,7 +135,7 @@ def test_of_many_ranks_those_are_drawn_that_come_highest():
 
 
 def test_a_long_job_keeps_a_bounded_number_of_moments_over_all_of_its_time(monkeypatch):
-    monkeypatch.setattr(history, "_MOST", 10)
+    monkeypatch.setattr(summary, "_MOST_MOMENTS", 10)
     job = Job()
     for second in range(200):
         job.tell(second)

@@ -1,6 +1,6 @@
 """What is known of each worker of a job."""
 
-from hvdlite_launcher.workers.roster import Roster
+from hvdlite_launcher.workers.ending import Roster
 
 
 def test_hosts_are_named_once_and_a_worker_that_has_just_ended_has_none():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from endings import ending_of
 from hvdlite_launcher.protocol.messages import Exited, InitStarted, Started
-from hvdlite_launcher.workers.trained_apart import TrainedApart
+from hvdlite_launcher.status.job_facts import JobFacts
+from hvdlite_launcher.status.progress import JobProgress
 
 WRAP = "wrap the optimizer: hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())"
 
@@ -13,17 +14,17 @@ def warning(*events, ranks=(0, 1, 2)):
     """Returns the warning after these events of a job with a worker for each of the ranks."""
     ending = ending_of()
     roster, running = ending.roster, ending.running
-    apart = TrainedApart(ending)
+    facts = JobFacts(ending, JobProgress(ending, lambda _: None, each_s=None), None)
     for number, rank in enumerate(ranks):
         roster.add(number, "node1", rank)
         running.add(number)
-        apart.on_event(Started(number, 100 + number))
+        facts.on_event(Started(number, 100 + number))
     for event in events:
-        apart.on_event(event)
+        facts.on_event(event)
         if isinstance(event, Exited):
             running.discard(event.worker)
             del roster[event.worker]  # as elastic jobs do
-    return apart.warning()
+    return facts.warning()
 
 
 def test_it_names_the_ranks_and_the_way_out():
