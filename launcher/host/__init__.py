@@ -1,6 +1,6 @@
 """The programs that run on each host: the agent, which runs the workers, and its parent, which cleans up after it.
 
-    sshd, or the launcher ── remote_parent ── agent ── start_workers, forked_workers, worker_pipes
+    sshd, or the launcher ── remote_parent ── agent ── worker_processes, forked_workers
 
 The launcher (`agents.remote_agent`) starts a remote_parent on each host, itself or by ssh. That forks the agent, which
 uses the other modules for the workers, and `protocol.channel` to talk to the launcher. They share its selector, in
@@ -8,8 +8,7 @@ which the data of each registration is a function without arguments, which the a
 
 Modules import only what stands before them:
 
-    start_workers < forked_workers < worker_pipes < worker_hooks < collect < host_load < killed_workers
-    < status_collector < agent < remote_parent
+    worker_processes < forked_workers < worker_hooks < collect < status_collector < agent < remote_parent
 
 The workers themselves import `path/sitecustomize` at their start, and `worker_hooks` with torch.
 """

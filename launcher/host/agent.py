@@ -1,8 +1,7 @@
 """The agent process: starts one host's workers, and ends every process that they leave behind.
 
 `remote_parent` forks it, and cleans up if it is killed; `python -m hvdlite_launcher.host.agent` starts it without one.
-It reads commands on stdin and writes events on stdout (see `channel`). `store.relay` and `store.relay` handle the
-workers' requests to the rendezvous store.
+It reads commands on stdin and writes events on stdout (see `channel`).
 
 The launcher makes all decisions but one. When stdin ends, or the launcher is silent for too long, the agent kills all
 processes of the job on this host and removes the job's directory. It is one thread with one event loop that never
@@ -24,6 +23,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from hvdlite_wire.job_contract import Note, note_file
 from hvdlite_wire.linux import interface_with
@@ -57,11 +57,17 @@ from ..system.machine import machine_id, slots_by_hardware
 from ..system.process_tree import signals_as_bytes
 from ..version import VERSION
 from .forked_workers import ForkedWorkers
-from .host_load import HostLoad
-from .killed_workers import KilledWorkers
-from .start_workers import CannotStartError, Worker, command_of, common_environment, start_workers
-from .status_collector import StatusCollector
-from .worker_pipes import WorkerOutput, WorkerStdin
+from .status_collector import HostLoad, StatusCollector
+from .worker_processes import (
+    CannotStartError,
+    KilledWorkers,
+    Worker,
+    WorkerOutput,
+    WorkerStdin,
+    command_of,
+    common_environment,
+    start_workers,
+)
 
 _Timed = Channel | KilledWorkers | ForkedWorkers | Relay
 
@@ -228,12 +234,10 @@ class Agent:
             self._start(spec.workers)
 
     def _refuse(self, why: str) -> None:
-        """Tells why there is no job on this host."""
         self._has_refused = True
         self._channel.send(Refused(why, 1))
 
     def _start(self, workers: Mapping[int, Mapping[str, str]]) -> None:
-        """Starts workers of the job; if one cannot be started, says why and starts no more of them."""
         if self._has_refused:
             return
         job = self._job
@@ -253,11 +257,9 @@ class Agent:
             for signum in signals:
                 self._signal(SignalWorkers((number,), signum))
 
-        try:
-            common = job.environment()
-        except CannotStartError:  # which the other way tells
-            return False
-        return self._forked_workers.ask(number, {**common, **own}, start_anew)
+        with contextlib.suppress(CannotStartError):  # which the other way tells
+            return self._forked_workers.ask(number, {**job.environment(), **own}, start_anew)
+        return False
 
     def _start_anew(self, job: HostJob, workers: Mapping[int, Mapping[str, str]]) -> None:
         """Starts workers as new processes; if one cannot be started, says why and starts no more of them."""
@@ -271,9 +273,6 @@ class Agent:
 
     def _on_started(self, worker: Worker) -> None:
         self._channel.send(Started(worker.number, worker.process.pid))
-        self._watch(worker)
-
-    def _watch(self, worker: Worker) -> None:
         self._workers[worker.process.pid] = worker
         self._worker_output.watch(worker)
         if (stdin := worker.process.stdin) is not None:
@@ -320,16 +319,13 @@ class Agent:
             self._start_fork_server_soon()
 
     def _start_fork_server_soon(self) -> None:
-        """Has later workers forked, if the job wants that."""
         job = self._job
         if job is None or not job.spec.forks or self._forked_workers.is_planned:
             return
-        try:
+        with contextlib.suppress(CannotStartError):  # which is told when the next worker is started
             environment = job.environment()
-        except CannotStartError:  # which is told when the next worker is started
-            return
-        if (command := parse_python(command_of(job.spec), environment)) is not None:
-            self._forked_workers.start_soon(command, job.spec.cwd, environment)
+            if (command := parse_python(command_of(job.spec), environment)) is not None:
+                self._forked_workers.start_soon(command, job.spec.cwd, environment)
 
     def _on_killed(self, pid: int, signum: int) -> None:
         worker = self._killed[pid] = self._workers.pop(pid)
@@ -340,11 +336,10 @@ class Agent:
         if stdin := self._stdins.pop(worker.number, None):
             stdin.close()
         assert self._job is not None, "workers are started after it"
-        directory = self._job.directory
+        file_of = partial(note_file, self._job.directory, worker.number)
         notes: tuple[Note, ...] = ("peer-lost", "left", "peer-left", "apart", "met")
-        files = [note_file(directory, worker.number, note) for note in notes]
-        peer_lost, left, peer_left, apart, met = map(_was_there, files)
-        self._status.note_end(worker.number, worker.process.pid, note_file(directory, worker.number, "progress"))
+        peer_lost, left, peer_left, apart, met = (_was_there(file_of(note)) for note in notes)
+        self._status.note_end(worker.number, worker.process.pid, file_of("progress"))
         self._channel.send(
             Exited(worker.number, returncode, peer_lost, left, peer_left, peak_memory, apart=apart and not met)
         )
@@ -352,11 +347,10 @@ class Agent:
 
 def _was_there(path: str) -> bool:
     """Removes a file, and returns whether there was one. An elastic job may have many workers."""
-    try:
+    with contextlib.suppress(OSError):
         os.unlink(path)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _interface_for(chosen: str | None, peers: Collection[str]) -> str | None:

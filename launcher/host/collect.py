@@ -16,7 +16,7 @@ import re
 import selectors
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -78,7 +78,6 @@ class Questions:
         return True
 
     def give_up(self) -> None:
-        """Waits for no more answers."""
         for pid in list(self.open):
             self._close(pid)
 
@@ -115,39 +114,26 @@ def status_of(worker: int, own: OwnStatus | None, **known: Any) -> WorkerStatus:
     return WorkerStatus(**{**vars(own or OwnStatus()), **known, "worker": worker})
 
 
-@dataclass
-class _AskedWorker:
-    """A process of a worker that can be asked; ``stacks_from`` is the size of its file of stacks before the signal."""
-
-    pid: int
-    job_dir: str
-    stacks_from: int = 0
-
-    @property
-    def stacks(self) -> str:
-        return stacks_file(self.job_dir, self.pid)
-
-
 def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, WorkerStatus]:
     """Returns what can be found out about each of the workers, given as pids by their numbers, within two seconds."""
     processes = _processes_of_all(workers)
-    can_answer = _outermost(processes, job_dir, report_socket)
-    answers = _answers_of(can_answer.values())
+    can_answer = _outermost(processes, partial(report_socket, job_dir))
+    answers = _answers_of({pid: report_socket(job_dir, pid) for pid in can_answer.values()})
     # Those that have imported torch, and not called hvd.init().
-    asked = {**_outermost(processes, job_dir, stacks_file), **can_answer}
+    asked = {**_outermost(processes, partial(stacks_file, job_dir)), **can_answer}
     states = {each.pid: each.state for found in processes.values() for each in found}
-    silent = [each for each in asked.values() if each.pid not in answers and states[each.pid] not in _RUN_NO_HANDLER]
-    _have_stacks_written(silent)
+    silent = [pid for pid in asked.values() if pid not in answers and states[pid] not in _RUN_NO_HANDLER]
+    begins = _have_stacks_written({pid: stacks_file(job_dir, pid) for pid in silent})
     load = round(os.getloadavg()[0], 2)
     found: dict[int, WorkerStatus] = {}
-    for worker, pid in workers.items():
-        one = asked.get(worker, _AskedWorker(pid, job_dir))
-        own = answers.get(one.pid)
+    for worker, own_pid in workers.items():
+        pid = asked.get(worker, own_pid)
+        own = answers.get(pid)
         found[worker] = status_of(
             worker,
             own,
-            **(_stacks(one) if one in silent else {}),
-            pid=one.pid,
+            **(_stacks(stacks_file(job_dir, pid), begins[pid]) if pid in begins else {}),
+            pid=pid,
             processes=tuple(processes[worker]),
             can_answer=worker in can_answer,
             is_ending=worker in asked and own is None and os.path.exists(note_file(job_dir, worker, "progress")),
@@ -157,15 +143,13 @@ def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, WorkerStatus]
     return found
 
 
-def _outermost(
-    processes: Mapping[int, Sequence[Process]], job_dir: str, file_of: Callable[[str, int], str]
-) -> dict[int, _AskedWorker]:
-    """Returns the outermost process of each worker that has such a file in the job's directory."""
+def _outermost(processes: Mapping[int, Sequence[Process]], file_of: Callable[[int], str]) -> dict[int, int]:
+    """Returns the pid of the outermost process of each worker that has such a file."""
     return {
-        worker: _AskedWorker(each.pid, job_dir)
+        worker: each.pid
         for worker, found in processes.items()
         for each in found[::-1]  # the outermost is the last to be set
-        if os.path.exists(file_of(job_dir, each.pid))
+        if os.path.exists(file_of(each.pid))
     }
 
 
@@ -206,75 +190,64 @@ def _described(process: psutil.Process) -> Process | None:
     return None
 
 
-def _answers_of(asked: Collection[_AskedWorker]) -> dict[int, OwnStatus]:
-    """Returns what the processes answer in time, by their pids."""
-    answers: dict[int, OwnStatus] = {}
-
-    def note(pid: int, own: OwnStatus | None) -> None:
-        if own is not None:
-            answers[pid] = own
-
+def _answers_of(sockets: Mapping[int, str]) -> dict[int, OwnStatus]:
+    """Returns what the processes with these sockets answer in time, by their pids."""
+    answers: dict[int, OwnStatus | None] = {}
     with selectors.DefaultSelector() as selector:
-        questions = Questions(b"report", selector, note, _MOST_BYTES)
-        for each in asked:
-            questions.ask(each.pid, report_socket(each.job_dir, each.pid))
+        questions = Questions(b"report", selector, answers.__setitem__, _MOST_BYTES)
+        for pid, path in sockets.items():
+            questions.ask(pid, path)
         until = time.monotonic() + _ANSWERS_WITHIN_S
         while questions.open and (left_s := until - time.monotonic()) > 0:
             for key, _ in selector.select(left_s):
                 key.data()
         questions.give_up()
-    return answers
+    return {pid: own for pid, own in answers.items() if own is not None}
 
 
-def _have_stacks_written(asked: list[_AskedWorker]) -> None:
-    """Signals the processes, and waits until what they write has come to an end."""
+def _have_stacks_written(files: Mapping[int, str]) -> dict[int, int]:
+    """Signals the processes, and waits until what they write to their files has come to an end.
+
+    Returns the sizes of the files before.
+    """
+    begins: dict[int, int] = {}
     waiting = []
-    for each in asked:
+    for pid, path in files.items():
         with contextlib.suppress(OSError):
-            each.stacks_from = os.path.getsize(each.stacks)
+            begins[pid] = os.path.getsize(path)
             # It may have become another program since, which the signal would end.
-            if handles(each.pid, STACKS_SIGNAL):
-                os.kill(each.pid, STACKS_SIGNAL)
-                waiting.append(each)
-    sizes = {each.pid: -1 for each in waiting}
+            if handles(pid, STACKS_SIGNAL):
+                os.kill(pid, STACKS_SIGNAL)
+                waiting.append(pid)
+    sizes = dict.fromkeys(waiting, -1)
     until = time.monotonic() + _STACKS_WITHIN_S
     while waiting and time.monotonic() < until:
         time.sleep(_QUIET_S)
-        before = dict(sizes)
-        sizes = {each.pid: _size_of_stacks(each) for each in waiting}
-        waiting = [
-            each for each in waiting if sizes[each.pid] != before[each.pid] or sizes[each.pid] == each.stacks_from
-        ]
+        before, sizes = sizes, dict.fromkeys(waiting, -1)
+        for pid in waiting:
+            with contextlib.suppress(OSError):  # it was removed meanwhile
+                sizes[pid] = os.path.getsize(files[pid])
+        waiting = [pid for pid in waiting if sizes[pid] != before[pid] or sizes[pid] == begins[pid]]
+    return begins
 
 
-def _size_of_stacks(asked: _AskedWorker) -> int:
-    """Returns the size of the process' file of stacks; -1 if it was removed meanwhile."""
+def _stacks(path: str, begin: int) -> dict[str, Any]:
+    """Returns what a process has written of its threads, as fields of `WorkerStatus`; none if it has not."""
     try:
-        return os.path.getsize(asked.stacks)
-    except OSError:
-        return -1
-
-
-def _stacks(asked: _AskedWorker) -> dict[str, Any]:
-    """Returns what the process has written of its threads, as fields of `WorkerStatus`; none if it has not."""
-    try:
-        with open(asked.stacks, "rb") as file:
+        with open(path, "rb") as file:
             libraries = file.readline(_READ_BYTES)
             # Of very many threads the last are kept, one of which is the main thread.
-            file.seek(max(asked.stacks_from, len(libraries), os.fstat(file.fileno()).st_size - _MOST_BYTES))
+            file.seek(max(begin, len(libraries), os.fstat(file.fileno()).st_size - _MOST_BYTES))
             written = file.read(_MOST_BYTES)
     except OSError:
         return {}
-    return read_stacks(_as_ascii(libraries), _as_ascii(written)) if written else {}
-
-
-def _as_ascii(written: bytes) -> str:
-    """Returns the text; of other bytes, which faulthandler does not write, JSON might have six times as many."""
-    return re.sub(rb"[^\n -~]", b"?", written).decode("ascii")
+    # Of other bytes than ASCII, which faulthandler does not write, JSON might have six times as many.
+    first, rest = (re.sub(rb"[^\n -~]", b"?", each).decode("ascii") for each in (libraries, written))
+    return read_stacks(first, rest) if rest else {}
 
 
 def read_stacks(first: str, written: str) -> dict[str, Any]:
-    """Returns the same of what faulthandler has written, after a ``first`` line of JSON about libraries."""
+    """Returns fields of `WorkerStatus` for what faulthandler wrote, after a ``first`` line of JSON about libraries."""
     try:
         libraries = [each for each in json.loads(first)["libraries"] if each and isinstance(each, str)]
     except (ValueError, LookupError, TypeError, RecursionError):

@@ -9,8 +9,7 @@ with their start, and a short job has none. Requests and answers are JSON, one m
 
 A worker is started so only where that makes no difference to its program: its command is one of Python's that
 `python_command` understands, its environment differs from the server's in the variables of its place alone, and what
-the server imports prints nothing. `agent` starts any other as the job's first workers. A forked worker waits for the
-go-ahead, so none begins that was given up.
+the server imports prints nothing. A forked worker waits for the go-ahead, so none begins that was given up.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import IO
 from ..plan.python_command import PythonCommand
 from ..plan.worker_environment import OWN_VARIABLES
 from ..system import process_tree
-from .start_workers import ForkedProcess, Worker
+from .worker_processes import ForkedProcess, Worker
 
 _STARTS_AFTER_S = 5.0
 _ANSWERS_WITHIN_S = 3.0
@@ -91,8 +90,6 @@ class ForkedWorkers:
         self._requests: dict[int, _Request] = {}
         self.is_ready = False
 
-    # ---------------------------------------------------------------- the server
-
     def start_soon(self, command: PythonCommand, cwd: str, environment: Mapping[str, str]) -> None:
         """Starts a server for such workers in some seconds; to be called once.
 
@@ -103,11 +100,9 @@ class ForkedWorkers:
 
     @property
     def is_planned(self) -> bool:
-        """Whether `start_soon` was called."""
         return self._command is not None
 
     def time_left_s(self) -> float | None:
-        """Returns the seconds until `tick` must be called, or None."""
         due = [request.until_s for request in self._requests.values()]
         if self._start_at is not None:
             due.append(self._start_at)
@@ -132,11 +127,9 @@ class ForkedWorkers:
         code = _CODE.format(fd=theirs.fileno(), agent=os.getpid())
         with theirs:
             try:
+                command = self._command
                 self._server = subprocess.Popen(
-                    [
-                        *(self._command.interpreter, *self._command.options),
-                        *("-c", code, self._command.first_path(self._cwd)),
-                    ],
+                    [command.interpreter, *command.options, "-c", code, command.first_path(self._cwd)],
                     cwd=self._cwd,
                     env=dict(self._environment),
                     stdin=subprocess.DEVNULL,
@@ -197,22 +190,13 @@ class ForkedWorkers:
 
         Otherwise ``on_started`` is called, or ``start_anew`` with the signals that have come for it meanwhile.
         """
-        own = self._own_variables(environment)
-        if not self.is_ready or own is None or self._command is None or self._connection is None:
+        own = {name: value for name, value in environment.items() if self._environment.get(name) != value}
+        is_like_server = own.keys() <= OWN_VARIABLES and self._environment.keys() <= environment.keys()
+        if not self.is_ready or not is_like_server or self._connection is None:
             return False
-        command = self._command
-        message = {
-            "worker": number,
-            "kind": command.kind,
-            "program": command.program,
-            "arguments": command.arguments,
-            "words": command.words,
-            "environment": own,
-        }
-        data = json.dumps(message).encode()
-        if len(data) > _MOST_BYTES:
-            return False
-        if (pipes := _three_pipes()) is None:
+        command = {name: getattr(self._command, name) for name in ("kind", "program", "arguments", "words")}
+        data = json.dumps({"worker": number, **command, "environment": own}).encode()
+        if len(data) > _MOST_BYTES or (pipes := _three_pipes()) is None:
             return False
         (out, out_writes), (err, err_writes), (go_reads, go) = pipes
         stdout, stderr = (os.fdopen(fd, "rb", buffering=0) for fd in (out, err))
@@ -228,12 +212,6 @@ class ForkedWorkers:
                 os.close(fd)
         self._requests[number] = request
         return True
-
-    def _own_variables(self, environment: Mapping[str, str]) -> dict[str, str] | None:
-        """Returns what an environment has more than the server's; None if they differ in anything else."""
-        own = {name: value for name, value in environment.items() if self._environment.get(name) != value}
-        is_like_it = own.keys() <= OWN_VARIABLES and self._environment.keys() <= environment.keys()
-        return own if is_like_it else None
 
     def keep_signal(self, number: int, signum: int) -> None:
         """Keeps a signal for a worker that was asked for and is not there yet; does nothing for any other."""

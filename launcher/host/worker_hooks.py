@@ -5,9 +5,6 @@
                                                      └─ exit handler ──► worker.<number>.apart, or .met
     agent ── Exited(apart=True) ──► status.job_facts ── one warning at the job's end
 
-`import torch` calls it in workers and in Python programs that they start, by the `sitecustomize` in the directory
-``path``, which hvdlite-run puts in front of their PYTHONPATH. In other processes it does nothing.
-
 On a signal the Python stacks are written, for reports on programs that do not call hvd.init(). From hvd.init() on,
 `hvdlite.runtime.hang_report` answers in its place, and registers a file of its own.
 
@@ -15,8 +12,7 @@ At its end a process notes whether it trained a model of its own: one that no ot
 has made an optimizer of PyTorch's. It has met others if it has used the process groups of torch.distributed, or its
 RPC, or MPI; a default group that was opened and never used is not enough, as Accelerate opens one beside training that
 is not distributed. After `hvd.init` hvdlite is asked whether anything was exchanged since. A process that has trained
-nothing, as one that evaluates its share of some files, leaves no note. It looks at what torch keeps anyway, and only
-when the process ends.
+nothing, as one that evaluates its share of some files, leaves no note.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from ..screen.display import draws_in_place
 from ..screen.job_screen import Screen, shown_by_rank, shown_by_slots
 from ..screen.output_records import JsonLog, LogEvents, OutputFiles
 from ..status.console import Console
-from ..status.first_minute import FirstMinute, LateStart
+from ..status.first_minute import FirstMinute
 from ..status.job_facts import GenerationTable, JobFacts
 from ..status.live_view import EACH_S as WATCH_EACH_S
 from ..status.live_view import LiveView, Watch, make_view
@@ -100,8 +100,8 @@ def launch(job: JobSpec, store: Store | None = None) -> JobOutcome:
         reports = Reports(ending, agents.ask_status, directory=job.report_dir, ended=running.ended_ranks)
         views = _Views(job, running, agents, view)
         observers = [*running.observers, *views.observers]
-        if job.elastic is None:
-            observers.append(LateStart(job.start_timeout_s, ending, reports.on_late_start))
+        if isinstance(running.judgement, FirstFailure):
+            running.judgement.warn_with(reports.on_late_start)
         supervisor = Supervisor(
             running.judgement,
             ending,

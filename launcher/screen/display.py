@@ -3,10 +3,10 @@
     job_screen: whole lines, bars, unfinished lines, a status, a live view ──► Display ──► Footer ──► a terminal
                                                                                   └──► a pipe or a file
 
-A pipe or a file gets each line as it is, byte by byte. On a terminal, control sequences are made visible (see
-`terminal_text`). A worker's bar is drawn below all other lines. An unfinished line, which may be a prompt, is left
-behind all lines: what is shown next continues it if it is of the same worker, unless the user has typed an answer.
-Then, and after output of another worker, it becomes a line of its own. Under a live view it is drawn below instead.
+A pipe or a file gets each line as it is, byte by byte. On a terminal, control sequences are made visible. An unfinished
+line, which may be a prompt, is left behind all lines: what is shown next continues it if it is of the same worker,
+unless the user has typed an answer. Then, and after output of another worker, it becomes a line of its own. Under a
+live view it is drawn below instead.
 
 Each line of output is written above the footer: that is erased, and drawn again below. While much is written, output is
 held back for a moment and written together, so that the footer stays visible, and is drawn a few times a second only.
@@ -50,8 +50,6 @@ Whose = tuple[int, Stream]
 
 
 class Footer:
-    """What is drawn at the bottom of one terminal."""
-
     def __init__(
         self,
         put: Callable[[bytes], object],
@@ -176,18 +174,14 @@ class Display:
         self._unfinished: dict[Whose, tuple[Lines, bytes]] = {}
         # The unfinished line on the terminal that the cursor is in, and its bytes there. Then no bar is drawn.
         self._open: tuple[Stream, Lines, bytes] | None = None
-        self._footers = self._make_footers(redraw_s)
-
-    def _make_footers(self, redraw_s: float) -> dict[Stream, Footer]:
-        """Returns the footer of each stream on which lines are drawn in place. Streams of one terminal share it."""
-        footers: dict[Stream, Footer] = {}
+        # Of each stream on which lines are drawn in place. Streams of one terminal share it.
+        self._footers: dict[Stream, Footer] = {}
         devices: dict[int, Footer] = {}
         for stream, fd in self._fds.items():
             if self.in_place[stream]:
                 put, size = partial(self._put, stream), partial(terminal_size, fd)
-                own = Footer(put, size, clock=self.clock, redraw_s=redraw_s)
-                footers[stream] = devices.setdefault(os.fstat(fd).st_rdev, own)
-        return footers
+                own = Footer(put, size, clock=clock, redraw_s=redraw_s)
+                self._footers[stream] = devices.setdefault(os.fstat(fd).st_rdev, own)
 
     @property
     def redraw_at(self) -> float | None:
@@ -202,11 +196,8 @@ class Display:
         return prefix.encode()
 
     def new_lines(self, stream: Stream, prefix: bytes, stamp: Callable[[], bytes]) -> Lines:
-        """Returns what splits the bytes for one stream into its lines."""
         clean = visible_bytes if self.on_terminal[stream] else bytes
         return Lines(prefix, self.in_place[stream], stamp, clean, self.clock)
-
-    # -- what is shown
 
     def write(self, stream: Stream, text: bytes, source: Lines | None = None) -> None:
         """Writes whole lines, above the footer. ``source`` are those of a worker that they come from."""
@@ -219,7 +210,6 @@ class Display:
         self.draw()
 
     def feed(self, whose: Whose, data: bytes, lines: Lines) -> None:
-        """Writes the lines that a worker's bytes complete, and draws its bar."""
         text = lines.feed(data)
         self._unfinished.pop(whose, None)
         if lines.bar and lines.in_place:
@@ -231,7 +221,6 @@ class Display:
         self.write(whose[1], lines.finish(), lines)
 
     def show_unfinished(self, whose: Whose, lines: Lines) -> None:
-        """Shows the unfinished line of a worker that has been quiet for a moment."""
         stream, text = whose[1], lines.show_unfinished()
         if self._view is not None and stream in self._footers:
             self._unfinished[whose] = lines, text
@@ -255,19 +244,15 @@ class Display:
             self._open = None
 
     def write_traceback(self, traceback: Traceback, stamp: Callable[[], bytes]) -> None:
-        """Writes a traceback that several ranks have written."""
         lines = self.new_lines("stderr", self.prefix(traceback.name, traceback.rank, "stderr"), stamp)
         self.write("stderr", lines.feed(traceback.text) + lines.finish())
 
     def say(self, text: str) -> None:
-        """Shows a message of the launcher on stderr."""
         if self.on_terminal["stderr"]:
             text = visible(text)
         # The terminal may show a ^C there, or still have the colour of a worker's output.
         over = _UNCOLOURED + ERASE if self.in_place["stderr"] else b""
         self.write("stderr", over + f"hvdlite-run: {text}\n".encode(errors="surrogateescape"))
-
-    # -- what is drawn below
 
     def set_status(self, lines: Sequence[str]) -> None:
         self._status = [visible(line).encode(errors="surrogateescape") for line in lines]
@@ -278,7 +263,6 @@ class Display:
         self.draw()
 
     def drop_status(self) -> None:
-        """Draws neither the view nor the status any more."""
         self._view, self._status = None, ()
 
     def erase(self) -> None:
@@ -352,7 +336,6 @@ def _fitted(bars: Sequence[bytes], status: Sequence[bytes], most: int) -> list[b
 
 
 def put_all(fd: int, data: bytes) -> None:
-    """Writes all of it; raises OSError."""
     rest = memoryview(data)
     while rest:
         try:

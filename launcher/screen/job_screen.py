@@ -2,15 +2,11 @@
 
 `launch` creates a `Screen`; `supervisor` calls it, and goes on at once: a thread of the screen writes, so a terminal
 that accepts no output (Ctrl-S, a pager) never delays the supervisor. The screen passes each piece of output on to its
-`OutputRecord`s as it came, then splits it into `lines`, which `display` shows. When a worker ends in the middle of a
-line, a newline is added.
+`OutputRecord`s as it came, then splits it into `lines`, which `display` shows.
 
 A carriage return without a newline ends a state of a progress bar. A pipe or a file gets one of these states as a line
-every few seconds, and the last one. On a terminal the newest state of each worker is drawn in place.
-
-A worker's unfinished line may be a prompt: on a terminal it is shown once the worker has been quiet for a moment.
-
-A traceback that several ranks write is shown once (`HeldTracebacks`).
+every few seconds, and the last one. On a terminal the newest state of each worker is drawn in place. There a worker's
+unfinished line, which may be a prompt, is shown once the worker has been quiet for a moment.
 """
 
 from __future__ import annotations
@@ -55,10 +51,8 @@ class Screen:
     ) -> None:
         """``shown`` is called for each output that was shown, or that cannot be shown any more.
 
-        ``display`` is that of this process's stdout and stderr, unless it is given. ``timestamps``: each line begins
-        with the time. ``records`` are closed at the end. ``rank_of`` maps a worker's number to the rank in its prefix,
-        until `set_rank` is called; None if it has none. ``quiet_s``: an unfinished line is shown on a terminal when its
-        worker was quiet for so long.
+        ``display`` is that of this process's stdout and stderr, unless it is given. ``records`` are closed at the end.
+        ``rank_of`` maps a worker's number to the rank in its prefix, until `set_rank` is called; None if it has none.
         """
         self._events = events
         self._shown = shown
@@ -86,7 +80,6 @@ class Screen:
         self._todo.put(partial(self._show, output))
 
     def begin(self, worker: int) -> None:
-        """Makes the files of a worker of an elastic job, which is to be started."""
         self._todo.put(lambda: self._keep(lambda record: record.begin(worker)))
 
     def set_rank(self, worker: int, rank: int | None) -> None:
@@ -98,7 +91,6 @@ class Screen:
         self._todo.put(partial(self._finish, worker))
 
     def say(self, text: str) -> None:
-        """Shows a message of the launcher itself, on stderr."""
         self._todo.put(partial(self._say, text))
 
     def show_held(self) -> None:
@@ -128,8 +120,6 @@ class Screen:
     def drop_rest(self) -> None:
         """Shows no more output, also not what waits to be shown: the user waits for the end."""
         self._drops = True
-
-    # ------------------------------------------------------- in the own thread
 
     def _work(self) -> None:
         while (task := self._next_task()) is not None:
@@ -161,14 +151,12 @@ class Screen:
 
     def _due(self) -> list[tuple[float, Callable[[], None]]]:
         """Returns what is to be done without being asked, and when."""
-        due: list[tuple[float, Callable[[], None]]] = [
-            (at_s, partial(self._show_unfinished, whose)) for whose, at_s in self._quiet_at.items()
+        all_tasks: list[tuple[float | None, Callable[[], None]]] = [
+            (self._display.redraw_at, self._display.draw),
+            (self._tracebacks.due_at, partial(self._show_those, self._tracebacks.due)),
+            *((at_s, partial(self._show_unfinished, whose)) for whose, at_s in self._quiet_at.items()),
         ]
-        if (redraw_at := self._display.redraw_at) is not None:
-            due.append((redraw_at, self._display.draw))
-        if (let_go_at := self._tracebacks.due_at) is not None:
-            due.append((let_go_at, partial(self._show_those, self._tracebacks.due)))
-        return due
+        return [(at_s, task) for at_s, task in all_tasks if at_s is not None]
 
     def _set_rank(self, worker: int, rank: int | None) -> None:
         self._ranks[worker] = rank
@@ -183,21 +171,18 @@ class Screen:
         if self._drops or not self._shows(worker, rank):
             self._shown(output)
             return
-        if stream == "stderr":
-            for part in self._tracebacks.feed(worker, rank, output.data):
-                self._show_stderr(worker, part)
-        else:
-            for part in self._tracebacks.let_go(worker):
-                self._show_stderr(worker, part)
+        held = self._tracebacks
+        for part in held.feed(worker, rank, output.data) if stream == "stderr" else held.let_go(worker):
+            self._show_stderr(worker, part)
+        if stream == "stdout":
             self._show_bytes((worker, stream), output.data)
         self._shown(output)
 
     def _show_bytes(self, whose: Whose, data: bytes) -> None:
         worker, stream = whose
-        lines = self._lines.get(whose)
-        if lines is None:
-            lines = self._display.new_lines(stream, self._prefix(worker, stream), self._stamp)
-            self._lines[whose] = lines
+        if whose not in self._lines:
+            self._lines[whose] = self._display.new_lines(stream, self._prefix(worker, stream), self._stamp)
+        lines = self._lines[whose]
         self._display.feed(whose, data, lines)
         self._quiet_at.pop(whose, None)
         if self._display.on_terminal[stream] and lines.is_unfinished:
@@ -268,7 +253,6 @@ def shown_by_rank(job: JobSpec) -> Shows:
 
 
 def post_failures(events: SimpleQueue[Event]) -> Callable[[Stream, OSError], None]:
-    """Returns what makes an event of a stream that cannot be written."""
     return lambda stream, error: events.put(ScreenFailed(stream, error))
 
 

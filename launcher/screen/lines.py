@@ -3,11 +3,10 @@
     stderr of each worker ──► HeldTracebacks ──► bytes to show at once, and a `Traceback` for all ranks that wrote it
     what is shown of a stream of a worker ──► Lines ──► whole lines, its progress bar and unfinished line
 
-A traceback is held back for a moment, so that one that several ranks write is shown once. Only whole ones are held:
-from their first line, or the line "Exception in thread ...", to the exception's message, with those that are chained to
-it. One is shown after `HOLD_S`, and sooner if its worker writes anything else, so that nothing else is delayed and the
-order within a worker is kept. One that is equal byte by byte, but for the ``[rank0]: `` that torch puts before each
-line, is then shown with it.
+Only whole tracebacks are held: from their first line, or the line "Exception in thread ...", to the exception's
+message, with those that are chained to it. One is shown after `HOLD_S`, and sooner if its worker writes anything else,
+so that nothing else is delayed and the order within a worker is kept. One that is equal byte by byte, but for the
+``[rank0]: `` that torch puts before each line, is then shown with it.
 """
 
 from __future__ import annotations
@@ -120,7 +119,6 @@ class Lines:
         self._rest, self._begin, self._shown_bytes = bytearray(rest), b"", 0
 
     def finish(self) -> bytes:
-        """Returns the unfinished last line, completed."""
         rest = self.clean(bytes(self._rest).rstrip(b"\r"))
         line = (self._begin or self.stamp() + self.prefix) + rest if rest else self.bar
         self._renew(b"")
@@ -158,8 +156,6 @@ class Traceback:
 
 @dataclass
 class _Held:
-    """A traceback of one worker, as far as it has come."""
-
     rank: int | None
     until_s: float
     text: bytearray = field(default_factory=bytearray)
@@ -168,7 +164,6 @@ class _Held:
     """Whether the line with the exception's message is there."""
 
     def takes(self, line: bytes) -> bool:
-        """Adds a whole line if it belongs to the traceback."""
         bare = self._bare(line)
         if _INTRODUCTION.match(self.text) and self.text.count(b"\n") == 1:
             belongs = _HEADER.match(line) is not None
@@ -192,8 +187,6 @@ class _Held:
 
 
 class HeldTracebacks:
-    """What is held of each worker, by its number."""
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._held: dict[int, _Held] = {}
@@ -201,7 +194,6 @@ class HeldTracebacks:
 
     @property
     def due_at(self) -> float | None:
-        """When to call `due`, by the clock; None if nothing is held."""
         return min((held.until_s for held in self._held.values()), default=None)
 
     def feed(self, worker: int, rank: int | None, data: bytes) -> Iterator[bytes | Traceback]:

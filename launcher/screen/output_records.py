@@ -22,7 +22,6 @@ import fcntl
 import json
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from hvdlite_wire.safe_paths import write_all, write_file
@@ -35,6 +34,7 @@ from ..protocol.messages import (
     InitStarted,
     Interrupted,
     Lost,
+    OfWorker,
     Output,
     Stalled,
     Started,
@@ -45,9 +45,6 @@ from ..workers.ending import Observer, Roster
 from .lines import MAX_LINE_BYTES
 
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
-# How many ended workers of an elastic job keep their files open, for processes that they have left running. The output
-# of such processes of older workers is only shown.
-_MOST_ENDED = 16
 
 
 class OutputRecord:
@@ -89,7 +86,6 @@ class OutputFiles(OutputRecord):
         self._directory = directory
         self._files: dict[tuple[int, Stream], tuple[str, int]] = {}
         self._added: set[int] = set()
-        self._ended: deque[int] = deque()  # of those that were added, the ones whose files are open for what they left
         if not directory:
             raise UsageError("--output-filename: '' is not the name of a directory, such as logs")
         self._told: set[str] = set()  # why files cannot be written: a full disk is told once, and not for each file
@@ -127,15 +123,11 @@ class OutputFiles(OutputRecord):
             raise
 
     def finish(self, worker: int) -> str | None:
-        """Closes the files of a worker that has ended, after some more have: processes that it left may still write."""
+        """Closes the files of a worker of an elastic job, which may have many: what it left running is only shown."""
         if worker not in self._added:
             return None
         self._added.remove(worker)
-        self._ended.append(worker)
-        if len(self._ended) <= _MOST_ENDED:
-            return None
-        oldest = self._ended.popleft()
-        return self._close((oldest, stream) for stream in _STREAMS)
+        return self._close((worker, stream) for stream in _STREAMS)
 
     def output(self, output: Output, rank: int | None) -> str | None:
         whose = output.worker, output.stream
@@ -195,7 +187,6 @@ class JsonLog(OutputRecord):
             raise UsageError(f"--log-json: cannot write {path}: {why_not_written(error)}") from error
 
     def output(self, output: Output, rank: int | None) -> str | None:
-        """Writes the lines that this output completes."""
         if self._fd is None:
             return None
         whose = output.worker, output.stream
@@ -208,14 +199,12 @@ class JsonLog(OutputRecord):
         return self._write_lines(output.worker, rank, output.stream, lines)
 
     def finish(self, worker: int) -> str | None:
-        """Writes the unfinished lines of a worker that has ended."""
         return self._write_rest([whose for whose in self._rest if whose[0] == worker])
 
     def event(self, kind: str, **facts: object) -> str | None:
         """Writes something else that has happened, after the last line of a worker that has ended."""
-        failure = None
-        if kind == "exited" and isinstance(worker := facts["worker"], int):
-            failure = self.finish(worker)
+        worker = facts.get("worker")
+        failure = self.finish(worker) if kind == "exited" and isinstance(worker, int) else None
         return self._write([{"time": self._now(), "kind": kind, **facts}]) or failure
 
     def close(self) -> str | None:
@@ -277,16 +266,18 @@ class LogEvents(Observer):
         self._record = record
 
     def on_event(self, event: Event) -> None:
+        if isinstance(event, OfWorker) and event.worker not in self._roster:
+            return
         match event:
-            case Started() if event.worker in self._roster:
+            case Started():
                 self._record("started", **self._about(event.worker), pid=event.pid)
-            case InitStarted() if event.worker in self._roster:
+            case InitStarted():
                 self._record("init", **self._about(event.worker))
-            case InitDone() if event.worker in self._roster:
+            case InitDone():
                 self._record("connected", **self._about(event.worker))
-            case Stalled() if event.worker in self._roster:
+            case Stalled():
                 self._record("stalled", **self._about(event.worker), waited_s=event.waited_s)
-            case Exited() if event.worker in self._roster:
+            case Exited():
                 code = shell_code(event.returncode)
                 self._record("exited", **self._about(event.worker), exit_code=code, peer_lost=event.peer_lost)
             case Lost():

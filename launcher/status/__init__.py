@@ -5,9 +5,8 @@
                                                  ◄── StatusTold about each worker
     RankStatus of each rank ──► job_report ──► screen, --report-dir, who has asked
 
-`progress` asks how far the workers are. `first_minute` says what a job waits for that has just been started, and has a
-report taken before a worker that does not come ends it. `console` is the socket on which a running job is asked, and
-its client.
+`progress` asks how far the workers are. `first_minute` says what a job waits for that has just been started. `console`
+is the socket on which a running job is asked, and its client.
 
 Modules import only what stands before them:
 

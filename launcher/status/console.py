@@ -23,7 +23,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -36,20 +36,17 @@ _REPORT, _WATCH, _ABOUT = b"report\n", b"watch\n", b"about\n"
 _REQUEST_BYTES = 16
 _PATIENCE_S = 15.0
 _ABOUT_PATIENCE_S = 2.0
-_READ_BYTES = 1 << 16
 _PEER = struct.Struct("3i")
 _NONE = object()
 # What `accept` fails with while this process, or the machine, lacks files or memory.
 _LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED)
 _LACKS_PAUSE_S = 0.2
-# How often it is tried to connect to one of which more is asked than it can take: others may ask without end.
-_TRIES, _TRIES_EACH_S = 50, 0.1
 
 # The last parts of the paths of programs, and the module, that run `launcher.__main__`.
 _PROGRAM, _MODULE = b"hvdlite-run", b"hvdlite_launcher"
 
 
-class Console:
+class Console(contextlib.AbstractContextManager["Console"]):
     """Listens until `close`. Where there are no abstract sockets (not Linux), it does nothing."""
 
     def __init__(
@@ -75,9 +72,6 @@ class Console:
         self._listener = listener
         self._thread = threading.Thread(target=self._run, args=(listener,), daemon=True, name="console")
         self._thread.start()
-
-    def __enter__(self) -> Console:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -156,6 +150,11 @@ def ask_for_report(job: str, flag: str = "--report") -> tuple[str, dict[str, Any
         raise LauncherError(f"{flag}: hvdlite-run {job} is of another version: use its own hvdlite-run") from None
 
 
+def ask_for_view(job: str) -> Any:
+    """Returns JSON's value of what there is to see of a running job; raises as `ask_for_report` does."""
+    return _asked(job, "--watch", _WATCH, "does not answer")
+
+
 def the_one_job(flag: str) -> str:
     """Returns the process number of the only hvdlite-run of this user here; raises a UsageError unless it is alone."""
     jobs = running_jobs()
@@ -163,52 +162,43 @@ def the_one_job(flag: str) -> str:
         return str(jobs[0])
     if jobs:
         raise UsageError(f"{flag}: {len(jobs)} of your jobs run here; give the PID of one of them (--ps lists them)")
-    there = advice(elsewhere())
-    raise UsageError(f"{flag}: none of your jobs runs here{there and f'. {there}'}")
-
-
-def ask_for_view(job: str) -> Any:
-    """Returns JSON's value of what there is to see of a running job; raises as `ask_for_report` does."""
-    return _asked(job, "--watch", _WATCH, "does not answer")
+    raise UsageError(". ".join([f"{flag}: none of your jobs runs here", *_advice(elsewhere())]))
 
 
 def _asked(job: str, flag: str, request: bytes, without_answer: str) -> Any:
     if not re.fullmatch(r"[0-9]{1,10}", job):
         raise UsageError(f"{flag}: {job!r} is not the number of a process{_those_that_run()}")
+    try:
+        return _ask(int(job), request, _PATIENCE_S)
+    except ConnectionRefusedError:
+        there = elsewhere()
+        if int(job) in there:
+            raise UsageError(f"{flag}: {_advice([int(job)])[0]}") from None
+        missing = f"{flag}: no hvdlite-run with the process number {job} runs here{_those_that_run()}"
+        raise UsageError(". ".join([missing, *_advice(there)])) from None
+    except PermissionError:
+        raise UsageError(f"{flag}: process {job} is another user's") from None
+    except (BlockingIOError, TimeoutError):
+        raise LauncherError(f"{flag}: hvdlite-run {job} {without_answer}: it is stopped, or very busy") from None
+    except (OSError, ValueError):
+        raise JobEndsError(f"{flag}: hvdlite-run {job} {without_answer}: its job is ending") from None
+
+
+def _ask(pid: int, request: bytes, patience_s: float) -> Any:
+    """Returns the answer of an hvdlite-run, as JSON's value.
+
+    Raises ConnectionRefusedError if there is none, PermissionError if it is another user's, TimeoutError or
+    BlockingIOError (so many wait for it that it takes no more) if it does not answer, and any other OSError or
+    ValueError if it ends.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(_PATIENCE_S)
-        try:
-            _connect(connection, int(job))
-        except BlockingIOError:  # so many wait for its answer that it takes no more
-            raise LauncherError(f"{flag}: hvdlite-run {job} {without_answer}: it is stopped, or very busy") from None
-        except OSError:
-            if int(job) in (there := elsewhere()):
-                raise UsageError(f"{flag}: {advice([int(job)])}") from None
-            others = there and f". {advice(there)}"
-            raise UsageError(
-                f"{flag}: no hvdlite-run with the process number {job} runs here{_those_that_run()}{others or ''}"
-            ) from None
+        connection.settimeout(patience_s)
+        connection.connect(_address(pid))
         if _user_of(connection) != os.geteuid():
-            raise UsageError(f"{flag}: process {job} is another user's")
-        try:
-            return _answer_to(request, connection)
-        except TimeoutError:
-            why = f"it did not answer in {_PATIENCE_S:.0f} s, so it is stopped, or very busy"
-            raise LauncherError(f"{flag}: hvdlite-run {job} {without_answer}: {why}") from None
-        except (OSError, ValueError):
-            raise JobEndsError(f"{flag}: hvdlite-run {job} {without_answer}: its job is ending") from None
-
-
-def _connect(connection: socket.socket, pid: int) -> None:
-    for left in reversed(range(_TRIES)):
-        try:
-            connection.connect(_address(pid))
-        except BlockingIOError:
-            if not left:
-                raise
-            time.sleep(_TRIES_EACH_S)
-        else:
-            return
+            raise PermissionError
+        connection.sendall(request)
+        with connection.makefile("rb") as answer:
+            return json.loads(answer.read())
 
 
 def table_of_jobs() -> str:
@@ -218,29 +208,16 @@ def table_of_jobs() -> str:
     """
     rows = [("PID", "AGE", "WORKERS", "HOSTS", "COMMAND")]
     for pid in running_jobs():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_ABOUT_PATIENCE_S)
-            try:
-                connection.connect(_address(pid))
-                if _user_of(connection) != os.geteuid():
-                    continue
-                about = _answer_to(_ABOUT, connection)
-                age = timedelta(seconds=max(0, int(time.time() - float(about["started_at"]))))
-                command = command_in_one_line(about["command"])
-                rows.append((str(pid), str(age), str(about["workers"]), ",".join(about["hosts"]), command))
-            except (ConnectionError, ValueError, KeyError, TypeError):
-                continue  # it ends just now
-            except (TimeoutError, BlockingIOError):  # the second if so many wait for it that it takes no more
-                rows.append((str(pid), "?", "?", "?", "(does not answer: it is stopped, or very busy)"))
-    return "\n".join([*table(rows), *filter(None, [advice(elsewhere())])])
-
-
-def _answer_to(request: bytes, connection: socket.socket) -> Any:
-    connection.sendall(request)
-    data = bytearray()
-    while part := connection.recv(_READ_BYTES):
-        data += part
-    return json.loads(data)
+        try:
+            about = _ask(pid, _ABOUT, _ABOUT_PATIENCE_S)
+            age = timedelta(seconds=max(0, int(time.time() - float(about["started_at"]))))
+            command = command_in_one_line(about["command"])
+            rows.append((str(pid), str(age), str(about["workers"]), ",".join(about["hosts"]), command))
+        except (TimeoutError, BlockingIOError):
+            rows.append((str(pid), "?", "?", "?", "(does not answer: it is stopped, or very busy)"))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # it ends just now
+    return "\n".join([*table(rows), *_advice(elsewhere())])
 
 
 def running_jobs() -> list[int]:
@@ -267,7 +244,6 @@ def _address(pid: int) -> str:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Returns the user of the process at the other end, as the kernel says."""
     _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return int(uid)
 
@@ -277,8 +253,15 @@ def _user_of(connection: socket.socket) -> int:
 
 def elsewhere() -> list[int]:
     """Returns the process numbers of this user's hvdlite-runs there, as far as they may be looked at."""
-    own = network_of("self")
-    return [] if own is None else [pid for pid in _launchers() if network_of(pid) not in (None, own)]
+    own, found = network_of("self"), []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{name}").st_uid == os.geteuid():
+                with open(f"/proc/{name}/cmdline", "rb") as file:
+                    words = file.read(4096).split(b"\0")
+                if _is_launcher(words) and None not in (own, there := network_of(int(name))) and there != own:
+                    found.append(int(name))
+    return found
 
 
 def network_of(pid: int | str) -> str | None:
@@ -289,25 +272,15 @@ def network_of(pid: int | str) -> str | None:
         return None
 
 
-def advice(pids: list[int]) -> str:
-    """Returns that they are there, and how to ask them; "" for none."""
+def _advice(pids: list[int]) -> list[str]:
+    """Returns a line that they are there, and how to ask them; none for none."""
     if not pids:
-        return ""
+        return []
     are = "is" if len(pids) == 1 else "are"
-    return (
+    return [
         f"hvdlite-run {', '.join(map(str, pids))} {are} in another network namespace, as of a container: ask in there "
         f"(docker exec, kubectl exec, nsenter --net=/proc/{pids[0]}/ns/net)"
-    )
-
-
-def _launchers() -> Iterator[int]:
-    for name in os.listdir("/proc"):
-        with contextlib.suppress(OSError):
-            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == os.geteuid():
-                with open(f"/proc/{name}/cmdline", "rb") as file:
-                    words = file.read(4096).split(b"\0")
-                if _is_launcher(words):
-                    yield int(name)
+    ]
 
 
 def _is_launcher(words: list[bytes]) -> bool:

@@ -1,11 +1,9 @@
 """`FirstMinute`: says what a job waits for until its workers write something or are connected.
 
     events ──► FirstMinute ──► the screen's status, one line that is redrawn each second
-           └─► LateStart ── 5 s before --start-timeout is over ──► Reports
 
-Between Enter and a program's first line 10 to 20 s pass, for Python's imports. `launch` makes a `FirstMinute` where
-stderr is a terminal, and a `LateStart` for each job whose ranks stay the same: it has a report taken on ranks that do
-not come to hvd.init(), before the start timeout ends the job.
+Between Enter and a program's first line 10 to 20 s pass, for Python's imports. `launch` makes one where stderr is a
+terminal.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from ..protocol.messages import (
     Exited,
     HostsFound,
     InitDone,
-    InitFailed,
     InitStarted,
     Interrupted,
     Lost,
@@ -31,8 +28,6 @@ from ..workers.failure_message import name_ranks, name_workers
 
 _EACH_S = 1.0
 _MOST_NAMED = 4
-# A report takes this long at most.
-_BEFORE_S = 5.0
 
 
 class FirstMinute(Observer):
@@ -93,7 +88,7 @@ class FirstMinute(Observer):
             return f"connecting to {_list(waiting)}" if waiting else "waiting for hosts"
         hosts = self._ending.roster.hosts_of(workers)
         on = f"on {len(hosts)} hosts" if len(hosts) > 1 else f"on {hosts[0]}"
-        count = "1 worker" if len(workers) == 1 else f"{len(workers)} workers"
+        count = f"{len(workers)} worker{'' if len(workers) == 1 else 's'}"
         if not workers <= self._started:
             return f"starting {count} {on}"
         if not self._in_init:
@@ -105,46 +100,11 @@ class FirstMinute(Observer):
     def _missing(self, workers: Collection[int]) -> str:
         if len(workers) > _MOST_NAMED:
             return f"waiting for {len(workers)} others"
-        ranks = {number: self._ending.roster[number].rank for number in workers}
-        known = [rank for rank in ranks.values() if rank is not None]
-        name = name_ranks(known) if len(known) == len(ranks) else name_workers(workers)
+        ranks = [rank for number in workers if (rank := self._ending.roster[number].rank) is not None]
+        name = name_ranks(ranks) if len(ranks) == len(workers) else name_workers(workers)
         return f"waiting for {name} on {_list(self._ending.roster.hosts_of(workers))}"
 
 
 def _list(names: list[str]) -> str:
     more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
     return ", ".join([*names[:_MOST_NAMED], *more])
-
-
-class LateStart(Observer):
-    """Waits for the first hvd.init() of all workers, once. Where the timeout is 10 s or less it takes no report."""
-
-    def __init__(self, start_timeout_s: float, ending: Ending, take_report: Callable[[float], None]) -> None:
-        """``take_report`` is called with the seconds for which the first rank has waited."""
-        self._after_s = start_timeout_s - _BEFORE_S
-        self._ending = ending
-        self._take_report = take_report
-        self._is_over = self._after_s <= _BEFORE_S
-        self._at_s: float | None = None
-        self._connected: set[int] = set()
-
-    def on_event(self, event: Event) -> None:
-        if self._is_over:
-            return
-        match event:
-            case InitStarted():
-                if self._at_s is None:
-                    self._at_s = self._ending.clock() + self._after_s
-            case InitDone():
-                self._connected.add(event.worker)
-                self._is_over = self._connected.issuperset(self._ending.running)
-            # The job ends, or the program has been told that it cannot connect.
-            case InitFailed() | Exited() | Interrupted() | Lost():
-                self._is_over = True
-
-    def time_left_s(self) -> float | None:
-        return None if self._is_over or self._at_s is None else self._at_s - self._ending.clock()
-
-    def time_passes(self) -> None:
-        self._is_over = True
-        self._take_report(self._after_s)

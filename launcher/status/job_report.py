@@ -117,7 +117,6 @@ def find_cause(facts: Sequence[RankStatus]) -> Cause:
 
 
 def _among_waiting(waiting: tuple[RankStatus, ...]) -> Cause:
-    """Returns the cause if all ranks that say anything wait for others."""
     by_place: dict[object, list[RankStatus]] = {}
     for each in waiting:
         by_place.setdefault((each.waits[0].what if each.waits else "", each.place()), []).append(each)
@@ -216,7 +215,6 @@ class JobReport:
     ended: Sequence[int] = ()
 
     def text(self) -> str:
-        """Returns it as lines for a terminal or a file."""
         facts = sorted_by_rank(self.facts)
         cause = find_cause(facts)
         lines = [f"report {self.number} on {len(facts)} rank{'' if len(facts) == 1 else 's'}, {self.why}"]
@@ -226,7 +224,6 @@ class JobReport:
         return "\n".join([*lines, *(f"  {line}" for line in table([_HEAD, *map(_row, facts)]))])
 
     def data(self) -> dict[str, Any]:
-        """Returns it for JSON."""
         facts = sorted_by_rank(self.facts)
         cause = find_cause(facts)
         return {

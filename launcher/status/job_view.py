@@ -48,23 +48,18 @@ class JobView:
         return cls(facts.age_s, command_in_one_line(command), generation, facts.faults, ranks, hosts)
 
     def data(self) -> dict[str, Any]:
-        """Returns it for JSON."""
-        return asdict(self, dict_factory=lambda fields: {name: _plain(value) for name, value in fields})
+        return asdict(
+            self,
+            dict_factory=lambda pairs: {key: each.value if isinstance(each, Enum) else each for key, each in pairs},
+        )
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> JobView:
         """Returns what `data` was made of; raises KeyError, TypeError or ValueError for anything else."""
+        generation = None if data["generation"] is None else int(data["generation"])
         ranks = [_made_rank(each) for each in data["ranks"]]
         hosts = {str(host): _made(HostProgress, each) for host, each in data["hosts"].items()}
-        generation = data["generation"]
-        return cls(
-            float(data["age_s"]),
-            str(data["command"]),
-            None if generation is None else int(generation),
-            int(data["faults"]),
-            ranks,
-            hosts,
-        )
+        return cls(float(data["age_s"]), str(data["command"]), generation, int(data["faults"]), ranks, hosts)
 
     @property
     def step(self) -> int | None:
@@ -85,9 +80,8 @@ class JobView:
 
     def summary(self) -> list[str]:
         """Returns in words how far the job is, the most important first."""
-        count, hosts = len(self.ranks), len(self.hosts)
         kind = "worker" if any(each.rank is None for each in self.ranks) else "rank"
-        words = [f"{count} {kind}{'' if count == 1 else 's'} on {hosts} host{'' if hosts == 1 else 's'}"]
+        words = [f"{count_of(len(self.ranks), kind)} on {count_of(len(self.hosts), 'host')}"]
         if self.step is not None:
             words.append(f"step {self.step}")
         if self.rate is not None:
@@ -97,7 +91,7 @@ class JobView:
         if self.generation:
             words.append(f"generation {self.generation}")
         if self.faults:
-            words.append(f"{self.faults} fault{'' if self.faults == 1 else 's'}")
+            words.append(count_of(self.faults, "fault"))
         return words
 
     def plain_line(self) -> str:
@@ -120,10 +114,6 @@ def _made_rank(data: Mapping[str, Any]) -> RankStatus:
     return replace(made, waits=tuple(_made(Wait, each) for each in data["waits"]), source=Source(data["source"]))
 
 
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Enum) else value
-
-
 def severity(rank: RankStatus) -> tuple[bool, float, float]:
     """Returns what is larger for a rank that a person wants to see sooner."""
     return rank.is_silent, rank.cost or 0.0, rank.waited_s if rank.waited_s >= WAITS_S else 0.0
@@ -142,6 +132,10 @@ def trouble_of(rank: RankStatus) -> str:
     return ""
 
 
+def count_of(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def age(seconds: float) -> str:
     return str(timedelta(seconds=int(seconds)))
 
@@ -155,7 +149,6 @@ def in_short(number: float) -> str:
 
 def bytes_in_short(count: float) -> str:
     """Returns bytes in units of powers of 1000, as networks and `free --si` count them."""
-    scale, unit = next(
-        each for each in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if count >= each[0] or each[0] == 1e3
-    )
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
+    scale, unit = next((each for each in units if count >= each[0]), (1e3, "kB"))
     return f"{count / scale:.{0 if count >= 10 * scale else 1}f} {unit}"

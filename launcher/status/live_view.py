@@ -7,8 +7,7 @@
     └─ rank 1   1234     35.2   1.0 GB   98 %  late in data: costs 23% of each step
 
 `Watch` and `cli` give the lines to a `Footer`. Columns of which nothing is known are left out, and those for which the
-terminal is too narrow. Where there are too few lines, the ranks are shown that are worst off. This is the one module
-that needs `rich`, which is imported when a view is made.
+terminal is too narrow. Where there are too few lines, the ranks are shown that are worst off.
 """
 
 from __future__ import annotations
@@ -67,6 +66,8 @@ def make_view(say: Callable[[str], object]) -> LiveView | None:
 
 
 class LiveView:
+    """Draws with rich, which is imported when it is made."""
+
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         """Raises an ImportError if rich is not installed."""
         from rich.cells import cell_len, set_cell_size  # noqa: PLC0415  # optional, and costs 100 ms
@@ -118,14 +119,14 @@ class LiveView:
             widths.pop(name, None)
         gap = " " * _GAP
         if widths:
-            names = "".join(gap + " " * (width - width_of(name)) + name for name, width in widths.items())
+            names = "".join(gap + name.rjust(width) for name, width in widths.items())
             text.append("\n" + " " * name_width + names, "dim")
         rest = columns - name_width - sum(widths.values()) - _GAP * (len(widths) + 1)
         for row in rows:
             text.append("\n" + row.branch, "dim")
             text.append(self._fitted(row.name, name_width - width_of(row.branch)), row.style)
-            cells = ((row.cells.get(name, ""), width) for name, width in widths.items())
-            text.append("".join(gap + " " * (width - width_of(cell)) + cell for cell, width in cells), row.style)
+            cells = (row.cells.get(name, "").rjust(width) for name, width in widths.items())
+            text.append("".join(gap + cell for cell in cells), row.style)
             if row.remark and rest > 1:
                 text.append(gap + self._fitted(row.remark, rest).rstrip(), row.remark_style)
 

@@ -61,28 +61,21 @@ def _families(
     yield "hvdlite_faults_total", "counter", "Workers that failed by themselves, and lost hosts.", one(facts.faults)
     if exit_code is not None:
         yield "hvdlite_exit_code", "gauge", "Exit code of hvdlite-run.", one(exit_code)
-    counts = facts.progress.total_bytes.items()
-    for way, about in (("sent", "sent over"), ("received", "received over")):
-        yield (
-            f"hvdlite_network_{way}_bytes_total",
-            "counter",
-            f"Bytes that the host has {about} the interface towards the job's other hosts.",
-            [({"host": host}, getattr(count, way)) for host, count in counts],
-        )
+    for way in ("sent", "received"):
+        about = f"Bytes that the host has {way} over the interface towards the job's other hosts."
+        totals = facts.progress.total_bytes.items()
+        counts: list[Sample] = [({"host": host}, getattr(total, way)) for host, total in totals]
+        yield f"hvdlite_network_{way}_bytes_total", "counter", about, counts
     named = [
         (each, {"rank": "" if each.rank is None else str(each.rank), "worker": str(each.worker), "host": each.host})
         for each in ranks
     ]
-    yield (
-        "hvdlite_steps_total",
-        "counter",
-        "Steps that an optimizer has taken.",
-        [
-            ({**labels, "optimizer": name.removeprefix("optimizer ")}, steps)
-            for rank, labels in named
-            for name, steps in rank.steps.items()
-        ],
-    )
+    steps: list[Sample] = [
+        ({**labels, "optimizer": name.removeprefix("optimizer ")}, count)
+        for rank, labels in named
+        for name, count in rank.steps.items()
+    ]
+    yield "hvdlite_steps_total", "counter", "Steps that an optimizer has taken.", steps
     for name, kind, about, value_of in _OF_RANKS:
         if is_up or kind == "counter":
             found = ((labels, value_of(rank)) for rank, labels in named)

@@ -26,10 +26,7 @@ _SHOW_WITHIN_S = 0.5
 
 @dataclass(frozen=True)
 class HostProgress:
-    """How a host's network and GPUs are used: bytes per second, of all programs; None if not known.
-
-    ``gpus``: the part of the time in which each GPU computes.
-    """
+    """Bytes per second over a host's network, of all programs, None if not known; and how much each GPU computes."""
 
     sent: float | None = None
     received: float | None = None
@@ -44,25 +41,21 @@ class HostBytes:
     received: int = 0
 
 
-class _Window:
-    """The last values of some counters, as far as about `_RATE_OVER_S` back."""
-
-    def __init__(self) -> None:
-        self._rows: deque[tuple[float, Sequence[float | None]]] = deque()
+class _Window(deque[tuple[float, Sequence[float | None]]]):
+    """The last values of some counters, with their times, as far as about `_RATE_OVER_S` back."""
 
     def rates(self, now_s: float, *values: float | None) -> list[float | None]:
         """Adds the values of now; returns how much more each is per second, None if fewer than two are known."""
-        self._rows.append((now_s, values))
-        while len(self._rows) > 2 and self._rows[1][0] <= now_s - _RATE_OVER_S:
-            self._rows.popleft()
-        return [_rate([(at_s, row[index]) for at_s, row in self._rows]) for index in range(len(values))]
+        self.append((now_s, values))
+        while len(self) > 2 and self[1][0] <= now_s - _RATE_OVER_S:
+            self.popleft()
+        return [self._rate(index) for index in range(len(values))]
 
-
-def _rate(samples: Sequence[tuple[float, float | None]]) -> float | None:
-    known = [(at_s, value) for at_s, value in samples if value is not None]
-    if len(known) < 2 or known[-1][0] <= known[0][0]:
-        return None
-    return max(0.0, (known[-1][1] - known[0][1]) / (known[-1][0] - known[0][0]))
+    def _rate(self, index: int) -> float | None:
+        known = [(at_s, value) for at_s, row in self if (value := row[index]) is not None]
+        if len(known) < 2 or known[-1][0] <= known[0][0]:
+            return None
+        return max(0.0, (known[-1][1] - known[0][1]) / (known[-1][0] - known[0][0]))
 
 
 class JobProgress(Observer):
@@ -120,8 +113,6 @@ class JobProgress(Observer):
         self._known.pop(worker, None)
         self._windows.pop(worker, None)
 
-    # ------------------------------------------------------------------ events
-
     def on_event(self, event: Event) -> None:
         if not isinstance(event, StatusTold) or event.in_full or event.worker not in self._ending.roster:
             return
@@ -139,28 +130,20 @@ class JobProgress(Observer):
 
     def time_passes(self) -> None:
         now_s = self._ending.clock()
-        if self._show_at is not None and self._show_at <= now_s:
-            self._show()
-        if self._ask_at is not None and self._ask_at <= now_s:
-            if self._show_at is not None:
-                self._show()
-            each_s = self._interval_s(now_s)
+        is_due = self._ask_at is not None and self._ask_at <= now_s
+        if self._show_at is not None and (is_due or self._show_at <= now_s):
+            self._show_at = None
+            for viewer in self._viewers:
+                viewer()
+        if is_due:
+            hurried = self._hurry[0] if self._hurry is not None and now_s < self._hurry[1] else None
+            each_s = min((each_s for each_s in (self._each_s, hurried) if each_s is not None), default=None)
             self._ask_at = None if each_s is None else now_s + each_s
-            if each_s is None:
-                return
-            self._number += 1
-            self._missing = set(self._ending.running)
-            self._show_at = now_s + min(_SHOW_WITHIN_S, each_s / 2)
-            self._ask(AskStatus(self._number, in_full=False))
-
-    def _interval_s(self, now_s: float) -> float | None:
-        hurried = self._hurry[0] if self._hurry is not None and now_s < self._hurry[1] else None
-        return min((each_s for each_s in (self._each_s, hurried) if each_s is not None), default=None)
-
-    def _show(self) -> None:
-        self._show_at = None
-        for viewer in self._viewers:
-            viewer()
+            if each_s is not None:
+                self._number += 1
+                self._missing = set(self._ending.running)
+                self._show_at = now_s + min(_SHOW_WITHIN_S, each_s / 2)
+                self._ask(AskStatus(self._number, in_full=False))
 
     def _note(self, told: StatusTold) -> None:
         worker, status = told.worker, told.status

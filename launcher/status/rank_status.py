@@ -94,11 +94,8 @@ class RankStatus(WorkerStatus):
 
         Of an installed program, it is the innermost frame of any installed package but hvdlite and torch.
         """
-        for is_program in (self.is_users, _is_of_a_package):
-            for frame in reversed(self.main):
-                if is_program(frame):
-                    return frame
-        return None
+        inward = self.main[::-1]
+        return next(filter(self.is_users, inward), None) or next(filter(_is_of_a_package, inward), None)
 
     def is_users(self, frame: Frame) -> bool:
         return not frame.file.startswith((*self.libraries, "<frozen")) and not _INSTALLED.search(frame.file)

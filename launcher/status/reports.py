@@ -69,7 +69,6 @@ class Reports:
             self._begin(f"since {name} has waited {stalled.waited_s:.0f} s for others", is_shown=True)
 
     def on_unresponsive(self, unresponsive: Unresponsive) -> None:
-        """Takes a report before a worker is ended that does not respond."""
         name = self._ending.roster.name([unresponsive.worker])
         self._begin(f"since {name} has not responded for {unresponsive.silent_s:.0f} s", is_shown=True)
 
@@ -87,7 +86,6 @@ class Reports:
             self._forget(worker)
 
     def time_left_s(self) -> float | None:
-        """Returns the seconds until `time_passes` must be called; None if no report is being taken."""
         return None if self._began_at is None else self._began_at + _COMPLETE_WITHIN_S - self._ending.clock()
 
     def time_passes(self) -> None:

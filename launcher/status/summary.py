@@ -17,7 +17,7 @@ from typing import Any
 
 from ..workers.failure_message import JobOutcome
 from .job_facts import JobFacts, WorkerEnd
-from .job_view import JobView, age, bytes_in_short, in_short
+from .job_view import JobView, age, bytes_in_short, count_of, in_short
 
 PAGE = ".html"
 """The end of the name of a file for ``--summary`` that is written as a page."""
@@ -64,7 +64,6 @@ def _verdict(outcome: JobOutcome) -> str:
 
 
 def _next(verdict: str, outcome: JobOutcome) -> str:
-    """Returns what the user may do."""
     match verdict:
         case "done":
             return ""
@@ -128,7 +127,6 @@ class History:
         self._asked = 0
 
     def note(self) -> None:
-        """Notes how the job is now, if it is time."""
         self._asked += 1
         if self._asked % self._every == 0:
             view = JobView.of(self._facts, ())
@@ -183,12 +181,12 @@ def _page(data: Mapping[str, Any], moments: Sequence[Moment]) -> Iterator[str]:
     began = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(data["started_at"]))
     facts = [
         f"began {began}", f"took {age(data['duration_s'])}", f"exit code {data['exit_code']}",
-        f"at most {_count(data['most_workers'], 'worker')} on {_count(len(data['hosts']), 'host')}",
+        f"at most {count_of(data['most_workers'], 'worker')} on {count_of(len(data['hosts']), 'host')}",
     ]  # fmt: skip
     if data["faults"]:
-        facts.append(_count(data["faults"], "fault"))
+        facts.append(count_of(data["faults"], "fault"))
     if data["restarts"]:
-        facts.append(f"after {_count(data['restarts'], 'restart')}")
+        facts.append(f"after {count_of(data['restarts'], 'restart')}")
     yield f"<p>{escape(', '.join(facts))}</p>"
     if data["why"]:
         yield f"<h2>Why</h2>\n<pre>{escape(data['why'])}</pre>"
@@ -206,7 +204,7 @@ def _page(data: Mapping[str, Any], moments: Sequence[Moment]) -> Iterator[str]:
     ]
     yield from _table("Ranks", ("rank", "host", "steps", "steps/s", "CPU", "most memory", "ended"), ranks)
     generations = [
-        (row["generation"], age(row["at_s"]), _count(row["size"], "rank"), "; ".join([*row["came"], *row["left"]]))
+        (row["generation"], age(row["at_s"]), count_of(row["size"], "rank"), "; ".join([*row["came"], *row["left"]]))
         for row in data["generations"]
     ]
     yield from _table("Generations", ("", "began", "", "came and left"), generations)
@@ -280,7 +278,3 @@ def _table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]]) -
         for row in cells:
             yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>"
         yield "</table></div>"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -51,8 +51,6 @@ class WorkerRecord:
 
 
 class Roster(dict[int, WorkerRecord]):
-    """The records of workers, by their numbers."""
-
     def add(self, number: int, host: str, rank: int | None = None) -> None:
         self[number] = WorkerRecord(host, rank)
 
@@ -74,7 +72,6 @@ class Roster(dict[int, WorkerRecord]):
         return " and ".join([*([name_ranks(ranks)] if ranks else []), *([name_workers(others)] if others else [])])
 
     def failure(self, end: Exited) -> Failure:
-        """Returns what is to be told of a worker that has failed."""
         record = self[end.worker]
         lines = {stream: tail.lines() for stream, tail in record.written.items()}
         return Failure(record.rank, record.host, record.pid, end.returncode, worker=end.worker, **lines)
@@ -197,7 +194,6 @@ class Ending:
         return None if self._alarm is None else self._alarm[0] - self.clock()
 
     def ring(self) -> None:
-        """Takes the next step of the job's end."""
         alarm, self._alarm = self._alarm, None
         if alarm is not None:
             alarm[1]()

@@ -95,21 +95,19 @@ def failure_message(first: Failure, others: Sequence[Failure] = (), *, is_last: 
     else:
         how = f"failed {'last' if is_last else 'first'}, with exit code {first.returncode}"
     failures = [first, *sorted(others, key=lambda other: other.returncode != first.returncode)]
+    said, stream = f"{first.who} {how}", "stderr"
     speaker = next((failure for failure in failures if failure.stderr), None)
-    if speaker is first:
-        said = f"{first.who} {how}. The end of its stderr:"
-    elif speaker is not None:
-        said = f"{first.who} {how}. It wrote nothing to stderr. {_soon(speaker)}. The end of its stderr:"
-    else:
-        nothing = f"{first.who} {how}. It wrote nothing to stderr"
+    if speaker is not first:
+        said += ". It wrote nothing to stderr"
+    if speaker is None:
+        stream = "stdout"
         speaker = next((failure for failure in failures if failure.stdout and first.returncode > 0), None)
         if speaker is None:
-            return f"{nothing}."
-        if speaker is not first:
-            nothing += f". {_soon(speaker)}, and wrote nothing there either"
-        said = f"{nothing}. The end of its stdout:"
+            return f"{said}."
+    if speaker is not first:
+        said += f". {_soon(speaker)}{', and wrote nothing there either' if stream == 'stdout' else ''}"
     lines = speaker.stderr or speaker.stdout[-_STDOUT_LINES:]
-    words = "\n    ".join([said, *lines])
+    words = "\n    ".join([f"{said}. The end of its {stream}:", *lines])
     return f"{words}\n{_HOW_TO_FIND_IT}" if _NO_HOROVOD.fullmatch(_PREFIX.sub("", lines[-1], count=1)) else words
 
 

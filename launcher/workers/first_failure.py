@@ -2,8 +2,8 @@
 
     ends of workers, lost hosts, calls of hvd.init() ──► FirstFailure ──► Ending, with a JobOutcome
 
-`supervisor` calls it. A worker that reports that it only lost a peer is not the cause if that peer fails within a
-while. A worker that failed and wrote nothing is named together with another that failed with it and said why.
+A worker that reports that it only lost a peer is not the cause if that peer fails within a while. A worker that failed
+and wrote nothing is named together with another that failed with it and said why.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ PEER_LEFT_S = 20.0
 # If the first worker to fail wrote nothing to stderr, another that fails with the same exit code may give the reason.
 # For this time the others are not signalled.
 SAME_TIME_S = 0.5
+# A report on ranks that do not come to hvd.init() takes this long at most.
+WARNS_BEFORE_S = 5.0
 
 
 class FirstFailure:
@@ -41,10 +43,20 @@ class FirstFailure:
         self._here = {slot.host.label for slot in workers.values() if slot.host.is_here}
         self._done: list[int] = []  # those with exit code 0, in order
         self._init_calls = _InitCalls(workers, start_timeout_s, ending.clock)
+        self._warn: Callable[[float], object] | None = None
+        self._warns_after_s = start_timeout_s - WARNS_BEFORE_S
         self._failed: list[Exited] = []  # the first to fail, if it wrote nothing, and those that failed soon after
         self._suspect: Exited | None = None
         self._blamed_suspect: Exited | None = None  # blamed for now: it only lost a peer, which may still be running
         self._settle_at: float | None = None
+
+    def warn_with(self, warn: Callable[[float], object]) -> None:
+        """Has this called once before the start timeout, with the seconds for which the first rank has waited.
+
+        It is not if the timeout is hardly longer than a report takes.
+        """
+        if self._warns_after_s > WARNS_BEFORE_S:
+            self._warn = warn
 
     @property
     def goes_on(self) -> bool:
@@ -70,15 +82,15 @@ class FirstFailure:
         if self._ending.outcome is not None:
             if self._blamed_suspect is not None and end.left:
                 self._blame_who_left(self._blamed_suspect, end)
-            return
-        if end.returncode == 0:
+        elif end.returncode == 0:
             self._look_for_absent()
-            return
-        if end.peer_lost:
-            if self._suspect is None and not self._failed:
-                self._suspect = end
-                self._settle_within(PEER_LEFT_S if end.peer_left else PEER_LOST_S)
-            return
+        elif not end.peer_lost:
+            self._on_failure(end)
+        elif self._suspect is None and not self._failed:
+            self._suspect = end
+            self._settle_within(PEER_LEFT_S if end.peer_left else PEER_LOST_S)
+
+    def _on_failure(self, end: Exited) -> None:
         self._failed.append(end)
         first = self._failed[0]
         if end is first:
@@ -87,8 +99,7 @@ class FirstFailure:
         if (wrote and end.returncode == first.returncode) or first.returncode < 0:
             self.settle()
         elif end is first:
-            time_left = SAME_TIME_S if self._suspect is None else min(SAME_TIME_S, self.time_left_s() or 0.0)
-            self._settle_within(time_left)
+            self._settle_within(SAME_TIME_S if self._suspect is None else min(SAME_TIME_S, self.time_left_s() or 0.0))
 
     def on_lost(self, lost: Lost) -> None:
         why = lost.why.rstrip(".")
@@ -134,9 +145,9 @@ class FirstFailure:
             self._ending.end()
 
     def _blame_who_left(self, named: Exited, end: Exited) -> None:
-        """Blames the worker that left (`Exited.left`). It may end long after the others noticed, and ignores SIGTERM.
+        """Blames the worker that left (`Exited.left`), unless it returned 0, or our SIGKILL ended it.
 
-        ``named`` remains the one to blame if that worker returned 0, or if our SIGKILL ended it.
+        It may end long after the others noticed, and ignores SIGTERM.
         """
         self._blamed_suspect = None
         was_killed_here = self._ending.has_killed and end.returncode == -signal.SIGKILL
@@ -148,34 +159,33 @@ class FirstFailure:
             words = f"{self._roster.name(self._done)} had ended with exit code 0 before the others; of these, {words}"
         self._ending.outcome = JobOutcome(shell_code(first.returncode), words, rank=self._roster[first.worker].rank)
 
-    # ------------------------------------------------------------------- time
-
     def _settle_within(self, delay_s: float) -> None:
         self._settle_at = self._ending.clock() + delay_s
 
     def time_left_s(self) -> float | None:
-        """Returns the seconds until `time_passes` must be called, or None."""
         if self._settle_at is not None:
             return self._settle_at - self._ending.clock()
-        return self._init_calls.time_left_s()
+        left_s = self._init_calls.time_left_s()
+        return left_s if left_s is None or self._warn is None else left_s - WARNS_BEFORE_S
 
     def time_passes(self) -> None:
-        """Settles who failed first, or ends the job since ranks are late in hvd.init()."""
         if self._settle_at is not None:
             self._settle_at = None
             self.settle()
-            return
-        self.decide(JobOutcome(1, self._init_calls.timeout_message()))
-        self._ending.end()
+        elif self._warn is not None:
+            warn, self._warn = self._warn, None
+            warn(self._warns_after_s)
+        else:
+            self.decide(JobOutcome(1, self._init_calls.timeout_message()))
+            self._ending.end()
 
 
 class _InitCalls:
     """The workers that have called hvd.init(), which waits for all of them, and those that are connected.
 
     All ranks must be connected within the start timeout. It begins at the first call of hvd.init() by any rank, since
-    before that nobody knows whether the program will call it. It begins anew when the call of one rank raises an
-    exception while others wait: they do not know of it, and its program may try again or go on alone. Once all have
-    been connected, later calls have no timeout here: the program decides how long they may wait.
+    before that nobody knows whether the program will call it, and anew when the call of one rank raises an exception
+    while others wait: its program may try again or go on alone. Once all have been connected, it is over for good.
     """
 
     def __init__(self, workers: Mapping[int, Slot], start_timeout_s: float, clock: Callable[[], float]) -> None:
@@ -189,7 +199,6 @@ class _InitCalls:
         self._connected: set[int] = set()  # the workers whose last hvd.init() has succeeded
 
     def note(self, event: InitStarted | InitDone | InitFailed) -> None:
-        """Records what a worker's hvd.init() does."""
         worker = event.worker
         self._gave_up.discard(worker)
         self._connected.discard(worker)
@@ -216,7 +225,6 @@ class _InitCalls:
         return self._calls.keys() - self._connected - self._gave_up
 
     def time_left_s(self) -> float | None:
-        """Returns the seconds until the start timeout; None if it does not apply now."""
         return None if self._late_at is None else self._late_at - self._clock()
 
     def timeout_message(self) -> str:
@@ -225,14 +233,12 @@ class _InitCalls:
         within = f"within {self._start_timeout_s:g} s (--start-timeout)"
         of_first = f"{within} of the first rank that did"
         waiting = self._waiting()
-        waits = f"{self._ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} there"
+        waits = f"{self._waits(waiting)} there"
         if absent := self._workers.keys() - self._calls.keys():
             return f"{self._named(absent)} did not call hvd.init() {of_first}; {waits}"
         if self._gave_up:
-            return (
-                f"{self._named(self._gave_up)} left hvd.init() with an exception, and did not call it again {within}; "
-                f"{waits}"
-            )
+            what = f"left hvd.init() with an exception, and did not call it again {within}"
+            return f"{self._named(self._gave_up)} {what}; {waits}"
         return (
             f"{self._named(waiting)} called hvd.init(), but did not connect to all other ranks {of_first}: does a "
             "firewall block them, or is it the wrong network? hvdlite-run --check shows that, and --network-interface "
@@ -250,12 +256,12 @@ class _InitCalls:
         absent = set(done) - came
         if not absent:
             return None
-        waits = f"{self._ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
-        if absent.intersection(self._calls):
-            return (
-                f"{self._ranks(absent)} ended with exit code 0 without a connection by the hvd.init() in which {waits}"
-            )
-        return f"{self._ranks(absent)} ended with exit code 0 without calling hvd.init(), in which {waits}"
+        did_call = absent.intersection(self._calls)
+        how = "a connection by the hvd.init()" if did_call else "calling hvd.init(),"
+        return f"{self._ranks(absent)} ended with exit code 0 without {how} in which {self._waits(waiting)}"
+
+    def _waits(self, numbers: Collection[int]) -> str:
+        return f"{self._ranks(numbers)} {'waits' if len(numbers) == 1 else 'wait'}"
 
     def _named(self, numbers: Collection[int]) -> str:
         slots = sorted((self._workers[number] for number in numbers), key=lambda slot: slot.rank)

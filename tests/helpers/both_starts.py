@@ -14,7 +14,7 @@ import selectors
 import sys
 
 from hvdlite_launcher.host.forked_workers import ForkedWorkers
-from hvdlite_launcher.host.start_workers import Worker, command_of, common_environment, start_workers
+from hvdlite_launcher.host.worker_processes import Worker, command_of, common_environment, start_workers
 from hvdlite_launcher.plan.python_command import parse_python
 from hvdlite_launcher.plan.worker_environment import elastic_environment
 from hvdlite_launcher.protocol.messages import StartJob

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import selectors
 
-from hvdlite_launcher.host.killed_workers import KilledWorkers
+from hvdlite_launcher.host.worker_processes import KilledWorkers
 
 
 def has_pidfds_of_threads() -> bool:

@@ -46,8 +46,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from agent_stand_in import AGENT, receive, send, spaces, surroundings
-from hvdlite_launcher.host import agent, forked_workers, remote_parent, start_workers, worker_hooks
-from hvdlite_launcher.host.start_workers import ForkedProcess, Worker
+from hvdlite_launcher.host import agent, forked_workers, remote_parent, worker_hooks, worker_processes
+from hvdlite_launcher.host.worker_processes import ForkedProcess, Worker
 from hvdlite_launcher.plan.python_command import PythonCommand, parse_python
 from hvdlite_launcher.protocol.messages import StartJob
 from hvdlite_launcher.system import process_tree
@@ -57,7 +57,7 @@ from hvdlite.worker import fork_server
 
 _ANSWER_BYTES = 64
 _IS_LONG = os.environ.get("TEST_HVDLITE_LONG") == "1"
-_HOOK = os.path.join(os.path.dirname(os.path.abspath(start_workers.__file__)), "path")
+_HOOK = os.path.join(os.path.dirname(os.path.abspath(worker_processes.__file__)), "path")
 _HOROVOD = os.path.join(os.path.dirname(os.path.abspath(hvdlite.__file__)), "horovod", "path")
 # None of its modules has the name of one that a copy has imported from elsewhere.
 _HELPERS = os.path.dirname(os.path.abspath(__file__))
@@ -253,7 +253,7 @@ def _start_workers(
     common: Mapping[str, str],
 ) -> Iterator[Worker]:
     """Does as `start_workers`, with copies where that makes no difference."""
-    command = start_workers.command_of(job)
+    command = worker_processes.command_of(job)
     for number, own in workers.items():
         environment = {**common, **own}
         parts = parse_python(command, environment)
@@ -263,7 +263,7 @@ def _start_workers(
         if worker is not None:
             yield worker
         else:
-            yield from start_workers.start_workers(job, {number: own}, common)
+            yield from worker_processes.start_workers(job, {number: own}, common)
 
 
 def _is_like_this(command: PythonCommand, environment: Mapping[str, str], variables: _Variables) -> bool:

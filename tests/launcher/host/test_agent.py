@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from hvdlite_launcher.host.agent import Agent, HostJob
-from hvdlite_launcher.host.start_workers import Worker
+from hvdlite_launcher.host.worker_processes import Worker
 from hvdlite_launcher.protocol.messages import Exited, Greet, InitDone, PeakMemory, Refused, StartJob
 from hvdlite_launcher.system import job_directory, process_tree
 from hvdlite_launcher.version import VERSION
@@ -52,7 +52,7 @@ def test_in_an_elastic_job_the_end_of_a_killed_worker_is_told_before_it_is_reape
     agent._channel.send = sent.append
     agent._job = HostJob(StartJob(**JOB, forks=False, cwd="/"), str(tmp_path))
     process = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subprocess.PIPE)
-    agent._watch(Worker(5, process, {"stdout": process.stdout}))
+    agent._on_started(Worker(5, process, {"stdout": process.stdout}))
     agent._send_of_worker(InitDone(5, after))
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -60,12 +60,12 @@ def test_in_an_elastic_job_the_end_of_a_killed_worker_is_told_before_it_is_reape
         for key, _ in agent._selector.select():
             key.data()
     told_early = [Exited(5, -9)] if after == 0 and has_pidfds_of_threads() else []
-    assert sent[1:] == told_early
+    assert sent[2:] == told_early
     reaped = process_tree.Reaped(process.pid, process.wait(), 700)
     monkeypatch.setattr(process_tree, "reap", lambda: ([reaped], False))
     monkeypatch.setattr(os, "read", lambda *_: b"")
     agent._read_signals()
-    assert sent[1:] == ([*told_early, PeakMemory(5, 700)] if told_early else [Exited(5, -9, peak_memory=700)])
+    assert sent[2:] == ([*told_early, PeakMemory(5, 700)] if told_early else [Exited(5, -9, peak_memory=700)])
     assert not agent._selector.get_map()
 
 

@@ -241,7 +241,7 @@ def test_of_very_many_threads_those_are_read_that_are_written_last(directory):
     thread = "Thread 0x1 (most recent call first):\n" + '  File "/lib/threading.py", line 10 in wait\n' * 100
     main = 'Thread 0x2 (most recent call first):\n  File "t.py", line 13 in <module>\n'
     (directory / "r1.stacks").write_text('{"libraries": ["/lib/"]}\n' + thread * 100 + main)
-    found = collecting._stacks(collecting._AskedWorker(1, str(directory)))
+    found = collecting._stacks(str(directory / "r1.stacks"), 0)
     assert found["threads"][-1] == Thread("thread 0x2", True, (Frame("t.py", 13, "<module>"),))
     assert found["libraries"] == ("/lib/",)
 
@@ -251,7 +251,7 @@ def test_whatever_is_in_a_file_of_stacks_the_launcher_can_read_what_is_told(dire
     line = b'  File "%s", line 1 in f\n' % (letter * 100)
     thread = b"Thread 0x1 (most recent call first):\n" + line * 1000
     (directory / "r1.stacks").write_bytes(b'{"libraries": []}\n' + thread * 10)
-    found = collecting._stacks(collecting._AskedWorker(1, str(directory)))
+    found = collecting._stacks(str(directory / "r1.stacks"), 0)
     (told,) = Decoder(FROM_AGENT).feed(frame_of(StatusTold(0, 1, True, status_of(0, None, **found))))
     assert len(told.status.threads[-1].frames) == 1000
 

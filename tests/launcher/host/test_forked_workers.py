@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from hvdlite_launcher.host import forked_workers
 from hvdlite_launcher.host.forked_workers import ForkedWorkers
-from hvdlite_launcher.host.start_workers import Worker
+from hvdlite_launcher.host.worker_processes import Worker
 from hvdlite_launcher.plan.python_command import parse_python
 from no_files import no_files_left
 

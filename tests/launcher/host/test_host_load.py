@@ -4,8 +4,8 @@ import os
 import selectors
 
 import pytest
-from hvdlite_launcher.host import host_load
-from hvdlite_launcher.host.host_load import HostLoad, network_bytes, read_nvidia_smi
+from hvdlite_launcher.host import status_collector
+from hvdlite_launcher.host.status_collector import HostLoad, network_bytes, read_nvidia_smi
 from hvdlite_wire.worker_status import HostUsage
 
 DEVICES = """Inter-|   Receive                                                |  Transmit
@@ -62,7 +62,7 @@ def test_a_host_without_others_tells_of_no_network(load):
 
 def test_bytes_are_counted_from_the_beginning_of_the_job(monkeypatch):
     counts = {"eth0": (1000, 100)}
-    monkeypatch.setattr(host_load, "network_bytes", counts.get)
+    monkeypatch.setattr(status_collector, "network_bytes", counts.get)
     load = HostLoad(selectors.DefaultSelector())
     load.follow("eth0")
     assert load.network() == HostUsage(0, 0)

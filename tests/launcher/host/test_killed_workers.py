@@ -11,7 +11,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from hvdlite_launcher.host.killed_workers import KilledWorkers, killed_by
+from hvdlite_launcher.host.worker_processes import KilledWorkers, killed_by
 from no_files import no_files_left
 from pidfds import has_pidfds_of_threads
 

@@ -9,8 +9,7 @@ import subprocess
 
 import pytest
 from hvdlite_launcher.host import collect as collecting
-from hvdlite_launcher.host.host_load import HostLoad
-from hvdlite_launcher.host.status_collector import StatusCollector
+from hvdlite_launcher.host.status_collector import HostLoad, StatusCollector
 from hvdlite_launcher.protocol.channel import Decoder, encode
 from hvdlite_launcher.protocol.messages import AskStatus, StatusTold
 from hvdlite_wire.codec import encode as encoded

@@ -6,7 +6,7 @@ import selectors
 from types import SimpleNamespace
 
 import pytest
-from hvdlite_launcher.host.worker_pipes import WorkerOutput
+from hvdlite_launcher.host.worker_processes import WorkerOutput
 from hvdlite_launcher.protocol.channel import WINDOW_BYTES
 from hvdlite_launcher.protocol.messages import Output
 

@@ -5,7 +5,7 @@ import selectors
 
 import pytest
 from hvdlite_launcher.errors import ProtocolError
-from hvdlite_launcher.host.worker_pipes import WorkerStdin
+from hvdlite_launcher.host.worker_processes import WorkerStdin
 
 MORE_THAN_A_PIPE = b"x" * (1 << 20)
 

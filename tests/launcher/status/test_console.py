@@ -180,22 +180,6 @@ def test_a_launcher_that_can_start_no_thread_closes_the_connection_and_answers_t
         assert ask_for_report(OWN) == ("text", {})
 
 
-def test_who_asks_a_launcher_with_too_many_questions_tries_again(monkeypatch):
-    full = [BlockingIOError(), BlockingIOError()]
-
-    class TakesLater(socket.socket):
-        def connect(self, address):
-            if full:
-                raise full.pop()
-            super().connect(address)
-
-    monkeypatch.setattr(console, "_TRIES_EACH_S", 0.0)
-    with Console(lambda asked: asked.answer("text", {}), about):
-        monkeypatch.setattr(console.socket, "socket", TakesLater)
-        assert ask_for_report(OWN) == ("text", {})
-    assert not full
-
-
 def test_a_job_in_another_network_namespace_is_said_to_be_there(monkeypatch):
     monkeypatch.setattr(console, "elsewhere", lambda: [7, 4242])
     there = (
@@ -213,7 +197,7 @@ def test_a_launcher_that_is_stopped_is_said_to_be(monkeypatch):
     with socket.socket(socket.AF_UNIX) as stopped:
         stopped.bind(f"\0hvdlite-run-{OWN}")
         stopped.listen()
-        with pytest.raises(LauncherError, match="gave no report: it did not answer in 0 s, so it is stopped"):
+        with pytest.raises(LauncherError, match="gave no report: it is stopped, or very busy"):
             ask_for_report(OWN)
 
 

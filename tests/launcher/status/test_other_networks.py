@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from hvdlite_launcher.status import console
-from hvdlite_launcher.status.console import advice, elsewhere
+from hvdlite_launcher.status.console import elsewhere
 
 WAITS = "import sys; print(flush=True); sys.stdin.read()"
 
@@ -27,10 +27,6 @@ WAITS = "import sys; print(flush=True); sys.stdin.read()"
 )
 def test_a_launcher_is_known_by_its_command(words, is_one):
     assert console._is_launcher([word.encode() for word in words]) is is_one
-
-
-def test_those_elsewhere_are_advised_to_be_asked_there():
-    assert (advice([]), "nsenter --net=/proc/6/ns/net" in advice([6])) == ("", True)
 
 
 def test_only_launchers_in_other_namespaces_that_can_be_looked_at_are_elsewhere(tmp_path, monkeypatch):

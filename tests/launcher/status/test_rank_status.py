@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvdlite_launcher.status.rank_status import RankStatus
 from hvdlite_launcher.workers.ending import Roster
-from hvdlite_wire.worker_status import Frame, Process, StepStatus, Thread, WorkerStatus
+from hvdlite_wire.worker_status import Frame, Process, StepStatus, Thread
 from statuses import told
 
 
@@ -49,10 +49,3 @@ def test_what_is_much_too_long_is_cut():
     threads = (Thread("x" * 5000, True, ()), *[Thread("", False, ())] * 1000)
     known = read(threads=threads, steps={str(number): 1 for number in range(101)})
     assert (len(known.threads), len(known.threads[0].name), len(known.steps)) == (1000, 1000, 100)
-
-
-def test_of_a_worker_that_says_nothing_there_is_what_the_launcher_knows():
-    roster = Roster()
-    roster.add(3, "a", 2)
-    roster[3].pid = 6
-    assert RankStatus.known(3, roster) == RankStatus(**vars(WorkerStatus(worker=3, pid=6)), rank=2, host="a")

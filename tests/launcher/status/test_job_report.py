@@ -55,8 +55,3 @@ def test_where_all_wait_in_one_place_that_is_one_line():
     shown = lines(rank(0, 50, "a barrier"), rank(1, 50, "a barrier"))
     assert shown[2] == "  ranks 0-1, each of which waits in a barrier, at train.py:50 in train"
     assert shown[3].startswith("  rank  worker")
-
-
-def test_ways_that_ranks_have_taken_are_told_once():
-    shown = lines(rank(0, 50, "a barrier"), rank(1, 60, "a broadcast"))
-    assert sum("train.py:50" in line for line in shown if "first difference" not in line) == 1

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import pytest
 from endings import ending_of
-from hvdlite_launcher.protocol.messages import Event, Exited, InitDone, InitFailed, InitStarted, Output
-from hvdlite_launcher.status.first_minute import LateStart
+from hvdlite_launcher.plan.hosts import Host, plan_slots
+from hvdlite_launcher.protocol.messages import Event, Exited, InitDone, InitFailed, InitStarted
+from hvdlite_launcher.workers.first_failure import FirstFailure
 
 
 def reports_of(start_timeout_s: float, *events: tuple[float, Event]) -> list[tuple[float, float]]:
     """Returns when reports are taken, and for how long ranks had waited, if these events come at these times."""
     now_s, taken = 0.0, []
     ending = ending_of(lambda: now_s, hosts=("node1", "node1"))
-    late = LateStart(start_timeout_s, ending, lambda waited_s: taken.append((now_s, waited_s)))
-    for at_s, event in [*events, (1000.0, Output(0, "stdout", b""))]:
-        while (left_s := late.time_left_s()) is not None and now_s + left_s <= at_s:
+    slots = {slot.number: slot for slot in plan_slots([Host("node1", 2)])}
+    judge = FirstFailure(slots, ending, start_timeout_s=start_timeout_s)
+    judge.warn_with(lambda waited_s: taken.append((now_s, waited_s)))
+    for at_s, event in [*events, (1000.0, None)]:
+        while ending.outcome is None and (left_s := judge.time_left_s()) is not None and now_s + left_s <= at_s:
             now_s += left_s
-            late.time_passes()
+            judge.time_passes()
         now_s = at_s
-        late.on_event(event)
+        if isinstance(event, Exited):
+            judge.on_exit(event)
+        elif event is not None:
+            judge.on_init(event)
     return taken
 
 
