@@ -10,7 +10,6 @@ does not import torch.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -121,14 +120,10 @@ class StoreClient:
                 connection.close()
             if isinstance(error, BlockingIOError):
                 raise TimeoutError("no answer in time") from None
-            if isinstance(error, FileNotFoundError) and not os.path.exists(os.path.dirname(self._path)):
-                raise ConnectionError(
-                    f"the job's directory {os.path.dirname(self._path)} has been removed, and with it the way to "
-                    "hvdlite-run's agent: let nothing clean it up while the job runs, or set TMPDIR to another place"
-                ) from error
             if isinstance(error, OSError):
                 raise ConnectionError(
-                    f"hvdlite-run's agent on this host has ended, and with it the job's store (socket closed: {error})"
+                    f"hvdlite-run's agent on this host has ended, or its socket {self._path} is gone, and with it the "
+                    f"job's store (socket closed: {error})"
                 ) from error
             raise
         finally:
