@@ -361,7 +361,11 @@ def place_in(environ: MutableMapping[str, str]) -> ElasticWorker | Placement | N
 
 
 def mark_taken(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Notes that this process has the place in ``environ``, unless it is the only one of its job."""
+    """Notes that this process has the place in ``environ``, unless it is the only one of its job.
+
+    The programs that it starts inherit its environment, and are no ranks: their data would come between its own and
+    those of the other ranks. A job that it starts has other places.
+    """
     place = place_in(environ)
     if place is None or (isinstance(place, Placement) and place.size == 1):
         return

@@ -15,12 +15,12 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 
 from hvdlite_wire.store_requests import (
-    CHUNK_BYTES,
     HEADER,
     MAX_REQUEST_BYTES,
     StoreRequest,
     chunk_key,
     frame,
+    in_chunks,
     pack,
     unpack,
 )
@@ -77,13 +77,10 @@ class StoreClient:
         """Returns the values of the keys; blocks until all are set."""
         return self.request(StoreRequest.GET, keys, timeout_s)
 
-    # A value of any size is set in chunks. Its own key is set last, because readers wait for it.
-
     def set_large(self, key: bytes, value: bytes) -> None:
-        starts = range(0, len(value), CHUNK_BYTES)
-        for number, start in enumerate(starts):
-            self.set({chunk_key(key, number): value[start : start + CHUNK_BYTES]})
-        self.set({key: b"%d" % len(starts)})
+        """Sets a value of any size, for `get_large`."""
+        for name, chunk in in_chunks(key, value):
+            self.set({name: chunk})
 
     def get_large(self, key: bytes, timeout_s: float | None = None) -> bytes:
         (count,) = self.get([key], timeout_s)
