@@ -211,9 +211,10 @@ READ_BY_INIT: Mapping[str, Variable] = MappingProxyType(
 
 OF_USERS = (
     *READ_BY_INIT.values(),
-    # hvdlite-run reads these, and `rendezvous.rank_info` the secret.
+    # hvdlite-run reads these, `spark` the third, and `rendezvous.rank_info` the secret.
     Variable("START_TIMEOUT"),
     Variable("ELASTIC_TIMEOUT"),
+    Variable("SPARK_START_TIMEOUT"),
     Variable("SECRET", is_horovods=False),
     Variable("SECRET_FILE", is_horovods=False),
 )
@@ -313,7 +314,6 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets may be added and removed at any time",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": _NO_RENDEZVOUS,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": _NO_RENDEZVOUS,
-        "HOROVOD_SPARK_START_TIMEOUT": "hvdlite does not use Spark",
         "HOROVOD_ENABLE_XLA_OPS": "hvdlite is for PyTorch",
         "HOROVOD_CCL_CACHE": "hvdlite does not use oneCCL",
     }

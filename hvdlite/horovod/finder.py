@@ -52,6 +52,10 @@ MODULES: dict[str, dict[str, str]] = {
     "ray": {"hvdlite.ray": "RayExecutor"},
     "ray.runner": {"hvdlite.ray": "RayExecutor"},
     "runner": {"hvdlite.horovod.names": "run"},
+    "spark": {"hvdlite.spark": "run"},
+    "spark.runner": {"hvdlite.spark": "run"},
+    # Databricks' own package, which is found under this name unless it is installed.
+    "sparkdl": {"hvdlite.spark": "HorovodRunner"},
     # Found, so that ``python -m`` says what to use instead; its import raises an error that says so too.
     "runner.launch": {},
     "torch": {"hvdlite.torch": "*", "hvdlite.horovod.names": "broadcast_optimizer_state init"},
@@ -81,7 +85,10 @@ MODULES: dict[str, dict[str, str]] = {
 _REFUSED = {
     "run": "it is a function, not a module: from horovod import run",
     "runner.launch": "hvdlite has no horovodrun: use hvdlite-run --horovod, with its flags, or horovod.run()",
-    "spark": "hvdlite does not support spark: start PyTorch programs with hvdlite-run or horovod.run()",
+    **dict.fromkeys(
+        ("spark.common", "spark.keras", "spark.lightning", "spark.torch", "spark.run_elastic", "spark.elastic"),
+        "hvdlite has neither estimators nor elastic jobs on Spark: use horovod.spark.run()",
+    ),
     **dict.fromkeys(
         ("tensorflow", "keras", "_keras", "mxnet"),
         "hvdlite supports only PyTorch: use horovod.torch",
@@ -106,7 +113,7 @@ class TableFinder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         name = fullname.removeprefix(_PACKAGE)
-        if name == fullname or name not in MODULES:
+        if (name == fullname != "sparkdl") or name not in MODULES:
             return None
         return ModuleSpec(fullname, _TableLoader(name), is_package=bool(_modules_in(name)))
 

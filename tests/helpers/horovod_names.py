@@ -48,15 +48,21 @@ MODULES = {
         "Adasum", "Average", "Max", "Min", "Product", "Sum", "allgather_async", "allreduce_async_", "broadcast_async_",
         "is_homogeneous", "join", "local_rank", "poll", "rank", "size", "synchronize",
     ],
+    "horovod.spark": ["run"],
+    "horovod.spark.runner": ["run"],
     "horovod.torch.optimizer": ["DistributedOptimizer"],
     "horovod.torch.sync_batch_norm": ["SyncBatchNorm"],
 }  # fmt: skip
 
 # Those that need another package; tests/integrations imports them.
-OPTIONAL_MODULES = {"horovod.ray": ["RayExecutor"], "horovod.ray.runner": ["RayExecutor"]}
+OPTIONAL_MODULES = {
+    "horovod.ray": ["RayExecutor"],
+    "horovod.ray.runner": ["RayExecutor"],
+    "sparkdl": ["HorovodRunner"],
+}
 
 NOT_THERE_MODULES = [
-    "horovod.keras", "horovod.mxnet", "horovod.spark", "horovod.tensorflow",
+    "horovod.keras", "horovod.mxnet", "horovod.tensorflow",
 ]  # fmt: skip
 
 OPTIMIZER_ARGUMENTS = """

@@ -95,6 +95,6 @@ def test_a_variable_means_what_the_page_says(name):
     said = read_environment({name: value})
     is_read = said != read_environment({}) and not said.remarks
     has_remark = any(name in remark for remark in said.remarks)
-    of_launcher = name in OWN_VARIABLES or name in ("HOROVOD_START_TIMEOUT", "HOROVOD_ELASTIC_TIMEOUT")
+    of_launcher = name in OWN_VARIABLES or re.fullmatch("HOROVOD_(SPARK_|ELASTIC_)?(START_)?TIMEOUT", name)
     expected = "same" if is_read or of_launcher else "ignored" if has_remark else "not there"
     assert STATE_OF[name] == expected

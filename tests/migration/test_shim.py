@@ -71,7 +71,7 @@ def test_horovod_is_hvdlite_in_every_form_of_import():
         ("import horovod.tensorflow.keras", "horovod.tensorflow: hvdlite supports only PyTorch"),
         ("from horovod import keras", "horovod.keras: hvdlite supports only PyTorch"),
         ("import horovod.mxnet", "horovod.mxnet: hvdlite supports only PyTorch"),
-        ("import horovod.spark", "horovod.spark: hvdlite does not support "),
+        ("import horovod.spark.torch", "horovod.spark.torch: hvdlite has neither estimators nor "),
         ("from horovod.run import run", "horovod.run: it is a function, not a module: from horovod import run"),
         ("from horovod.runner.launch import run_commandline", "hvdlite has no horovodrun: use hvdlite-run --horovod"),
         ("import horovod.torch.nothing", "horovod.torch.nothing: hvdlite does not have this module of Horovod"),
@@ -86,7 +86,7 @@ def test_what_is_not_there_says_why(program, words):
 def test_who_only_asks_for_what_is_not_there_is_told_so_without_an_error():
     for name in ("horovod.tensorflow", "horovod.keras", "horovod.nothing", "horovod.run"):
         assert importlib.util.find_spec(name) is None, name
-    assert importlib.util.find_spec("hvdlite.horovod.spark") is None
+    assert importlib.util.find_spec("hvdlite.horovod.spark.torch") is None
     with pytest.raises(ModuleNotFoundError, match="hvdlite supports only PyTorch"):
         importlib.import_module("horovod.tensorflow")
 
