@@ -57,10 +57,6 @@ class EngineState:
     def is_revoked(self) -> bool:
         return self._revocation is not None
 
-    def reason_of(self, error: RuntimeError) -> RuntimeError:
-        """Returns the error to raise for an operation that failed with ``error``: the revocation, if there was one."""
-        return error if self._revocation is None else LostError(self._revocation)
-
     def quiesce(self, reason: str) -> None:
         with self._lock:
             if self._refusal is None:

@@ -396,11 +396,10 @@ def choose_levels(
 ) -> None:
     """Give the group a two-level engine where that is wanted, or faster.
 
-    Every rank must call it before making another group from this one, with equal arguments except ``within`` and
-    ``device``. ``engine_factory`` is the factory that opened the group's engine. ``within`` is a better engine factory
-    for the ranks of this host (shared memory), or None; CPU tensors then use two levels unless ``wanted`` is False.
-    ``nodes`` are the ranks' hosts. ``wanted`` is True for two levels, False for flat, and None to measure. ``device``
-    is this rank's GPU to measure on, or None on all ranks.
+    Every rank must call it before making another group from this one. ``engine_factory`` has opened the group's engine.
+    ``within`` is a better factory for the ranks of this host (shared memory), if there is one; CPU tensors then use two
+    levels unless ``wanted`` is False. ``nodes`` are the ranks' hosts. ``wanted`` is True for two levels, False for
+    flat, and None to measure on ``device``, this rank's GPU, or None on all ranks.
     """
     host_groups = host_groups_of(group.rank, nodes)
     if host_groups is None:
@@ -431,10 +430,7 @@ def choose_levels(
 
 
 def fastest(engines: Sequence[Engine], group: Group, device: torch.device) -> int:
-    """Returns the index of the engine with the fastest all-reduces, as rank 0 measures. Every rank must call it.
-
-    Every engine must be between the ranks of ``group``, whose own engine sends the result. Raises CommunicationError.
-    """
+    """Returns the index of the engine of these ranks with the fastest all-reduces, as rank 0 measures."""
     try:
         medians_s = [[_median_s(engine, numel_bytes, device) for engine in engines] for numel_bytes in _TRIAL_BYTES]
     except RuntimeError as error:

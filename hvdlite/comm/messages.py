@@ -94,12 +94,12 @@ class Swap:
 class Messages:
     """Swaps tensors between the ranks of one gloo group. All ranks must begin their swaps in the same order.
 
-    A message of gloo has no future, and if a wait for one times out, gloo closes all connections: so only a thread can
-    wait for it, while others look whether the wait is in vain. There is one for each other rank, since a lost one must
-    be noticed while another one is late.
+    If a wait for a message of gloo times out, gloo closes all connections: so only a thread can wait for it, while
+    others look whether that is in vain. There is one for each other rank, since a lost one must be noticed while
+    another one is late.
 
-    Each rank receives from one other at a time, first from its left neighbour, so that each also sends to one at a
-    time: gloo sends a message only when its receive has been posted. All at once would share the links unevenly.
+    Each rank receives from one other at a time, first from its left neighbour. Since gloo sends a message only when its
+    receive has been posted, each also sends to one at a time: all at once would share the links unevenly.
     """
 
     def __init__(self, process_group: Any, cut: Callable[[], None] = lambda: None) -> None:

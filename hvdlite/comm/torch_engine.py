@@ -221,11 +221,9 @@ class TorchWork:
         try:
             # On CUDA this returns at once: the current stream waits, and not the host.
             return self._work.wait() if self.is_on_gpu else self._wait_on_cpu()
-        except RuntimeError as error:
-            reason = self._state.reason_of(error)
-            if reason is error:
-                raise
-            raise reason from error
+        except RuntimeError:
+            self._state.require_not_revoked()
+            raise
         finally:
             # A wait that the revocation has ended leaves the operation behind.
             if self.is_on_gpu or self.has_ended:

@@ -39,7 +39,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, see 
         super().__init__(rank, size)
         try:
             # The signer's key is empty: everything that can write to this store is trusted.
-            context = exchange_control_blocks(store, rank, size, open_segment(), InitTimeout(timeout), Signer(b""))
+            context = exchange_control_blocks(store, rank, size, open_segment, InitTimeout(timeout), Signer(b""))
         except NoMemoryError as error:
             raise RuntimeError(
                 f"{NAME} needs ranks of one host that share memory: {error}. Use gloo between hosts, or where /dev/shm "

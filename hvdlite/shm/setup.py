@@ -58,7 +58,7 @@ def exchange_control_blocks(
     store: Store,
     rank: int,
     size: int,
-    segment: Segment | NoMemoryError,
+    make_segment: Callable[[], Segment],
     init_timeout: InitTimeout,
     signer: Signer,
     wait_until_set: WaitUntilSet | None = None,
@@ -67,10 +67,10 @@ def exchange_control_blocks(
 
     ``signer`` has a key that only these ranks share, for this engine alone, because others may be able to write to the
     store. ``wait_until_set`` waits for keys of the other ranks; by default the store does, up to the timeout, also for
-    ranks that have ended. If one rank has no shared memory, or cannot map another's, every rank raises a NoMemoryError
-    that names it and says why.
+    ranks that have ended. If ``make_segment`` raises a NoMemoryError on one rank, or it cannot map another's memory,
+    every rank raises a NoMemoryError that names it and says why.
     """
-    own = _make_own(segment)
+    own = _make_own(make_segment)
     wait = wait_until_set or (lambda store, keys: store.wait(list(keys), init_timeout.left()))
     exchange = partial(_exchange, store, rank, size, wait, signer)
     with contextlib.ExitStack() as undo:
@@ -111,7 +111,6 @@ class _Own:
     """This rank's control block and slots, in a file that stays open until all ranks have mapped it."""
 
     def __init__(self, segment: Segment) -> None:
-        """Raises a NoMemoryError if there is not enough memory."""
         self.segment = segment
         self._file = Segment()
         self.block = self._file.allocate(CONTROL_BLOCK_BYTES, is_permanent=True)
@@ -132,11 +131,10 @@ class _Own:
         }
 
     def close(self) -> None:
-        """Close the file; its mappings stay."""
         self._file.close()
 
     def map_other(self, info: dict[str, Any]) -> tuple[Piece, Piece]:
-        """Map another rank's control block and slots."""
+        """Maps another rank's control block and slots."""
         elsewhere = f"process {info['pid']} of {info['host']} is on another host, or in another container"
         file = Address(info["pid"], info["file"], info["token"])
         try:
@@ -151,11 +149,9 @@ class _Own:
         return block, self._file.see(file, info["slots"], SLOTS_BYTES, populates=False)
 
 
-def _make_own(segment: Segment | NoMemoryError) -> _Own | NoMemoryError:
-    if isinstance(segment, NoMemoryError):
-        return segment
+def _make_own(make_segment: Callable[[], Segment]) -> _Own | NoMemoryError:
     try:
-        return _Own(segment)
+        return _Own(make_segment())
     except NoMemoryError as error:
         return error
 
@@ -266,26 +262,23 @@ class ShmEngineFactory:
         self._kept = kept
         self._opened = itertools.count()
         # Exists only while there are engines, so that no file stays open longer.
-        self._segment: Segment | NoMemoryError | None = None
+        self._segment: Segment | None = None
         self._engines: set[ShmEngine] = set()
         self._has_warned = False
 
     def open(self) -> Engine:
         label, ranks = f"shm{next(self._opened)}", self._ranks
-        if self._segment is None:
-            self._segment = _segment_or_error(self._kept)
         try:
             store, signer = PrefixStore(label, ranks.store), ranks.signer.derive(label)
             context = exchange_control_blocks(
-                store, ranks.rank, ranks.size, self._segment, ranks.init_timeout, signer, ranks.wait_until_set
+                store, ranks.rank, ranks.size, self._make_segment, ranks.init_timeout, signer, ranks.wait_until_set
             )
-        except NoMemoryError as error:
+        except BaseException as error:
             self._close_unused()
+            if not isinstance(error, NoMemoryError):
+                raise
             self._warn(error)
             return self._torchs.open()
-        except BaseException:
-            self._close_unused()
-            raise
         engine = ShmEngine(context, "hvdlite shm", self._closed)
         self._engines.add(engine)
         if not self._for_gpus:
@@ -296,6 +289,11 @@ class ShmEngineFactory:
             engine.close()
             raise
 
+    def _make_segment(self) -> Segment:
+        if self._segment is None:
+            self._segment = open_segment() if self._kept is None else self._kept.segment()
+        return self._segment
+
     def _closed(self, engine: ShmEngine) -> None:
         if self._kept is not None:
             self._kept.add_closed(engine.wait_until_quiet)
@@ -303,7 +301,7 @@ class ShmEngineFactory:
         self._close_unused()
 
     def _close_unused(self) -> None:
-        if not self._engines and isinstance(self._segment, Segment):
+        if not self._engines and self._segment is not None:
             if self._kept is None:
                 self._segment.close()
             self._segment = None
@@ -323,10 +321,3 @@ class ShmEngineFactory:
                 "run --shm-size` sets how much there is; HVDLITE_SHM=0 turns this warning off)",
                 error,
             )
-
-
-def _segment_or_error(kept: KeptMemory | None) -> Segment | NoMemoryError:
-    try:
-        return open_segment() if kept is None else kept.segment()
-    except NoMemoryError as error:
-        return error

@@ -38,11 +38,10 @@ _LARGE = PAYLOAD_BYTES + 1  # the bytes of what is never shown in a payload
 
 
 class ShmEngine(Engine):
-    """Runs collectives in shared memory. Each returns at once; the program must not touch its tensors until it is done.
+    """Runs collectives in shared memory.
 
-    All ranks must call the same ones in the same order, from one thread at a time; else every rank raises a
-    MismatchError. Reductions add in rank order, narrow floats in float32, and round once, so the bits are equal on all
-    ranks and in every run.
+    Ranks that call different ones get a MismatchError on all. Reductions add in rank order, narrow floats in float32,
+    and round once, so the bits are equal on all ranks and in every run.
     """
 
     ways = MappingProxyType({"cpu": ("shared memory",)})

@@ -63,7 +63,7 @@ class SharedEngineFactory(ThreadEngineFactory):
         store = dist.PrefixStore(f"channel{self._opened}", self._store)
         self._opened += 1
         context = exchange_control_blocks(
-            store, self._rank, self._size, open_segment(), InitTimeout(TIMEOUT), Signer(b"test")
+            store, self._rank, self._size, open_segment, InitTimeout(TIMEOUT), Signer(b"test")
         )
         return self._wrap(ShmEngine(context, "test"))
 

@@ -56,7 +56,7 @@ def make_engine(store: dist.Store, rank: int, size: int, timeout_s: float = TIME
     """
     return ShmEngine(
         exchange_control_blocks(
-            store, rank, size, open_segment(), PatientStart(timedelta(seconds=timeout_s)), Signer(b"test")
+            store, rank, size, open_segment, PatientStart(timedelta(seconds=timeout_s)), Signer(b"test")
         ),
         "test",
     )

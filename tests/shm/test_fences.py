@@ -61,7 +61,7 @@ def between_two_processes(directory: Path, play: Callable[[Peers], Any]) -> list
 def _play_as(rank: int, directory: Path, play: Callable[[Peers], Any]) -> Any:
     store = dist.FileStore(str(directory / "store"), 2)
     context = exchange_control_blocks(
-        store, rank, 2, open_segment(), InitTimeout(timedelta(seconds=TIMEOUT_S)), Signer(b"test")
+        store, rank, 2, open_segment, InitTimeout(timedelta(seconds=TIMEOUT_S)), Signer(b"test")
     )
     return play(context.peers)
 

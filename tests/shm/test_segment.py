@@ -285,7 +285,7 @@ def test_engines_over_one_segment_may_come_and_go() -> None:
         segment = Segment()
         for number in range(4):
             context = exchange_control_blocks(
-                dist.PrefixStore(str(number), store), rank, 2, segment, InitTimeout(TIMEOUT), Signer(b"test")
+                dist.PrefixStore(str(number), store), rank, 2, lambda: segment, InitTimeout(TIMEOUT), Signer(b"test")
             )
             engine = ShmEngine(context, "test")
             bucket = engine.zeros(MIB, torch.float32)
@@ -317,7 +317,7 @@ def test_a_rank_that_alone_fails_at_the_end_of_the_setup_ends_the_waits_of_those
         if rank == 1:
             failing = threading.current_thread()
         timeout = InitTimeout(TIMEOUT)
-        context = exchange_control_blocks(store, rank, 3, Segment(), timeout, Signer(b"test"), wait)
+        context = exchange_control_blocks(store, rank, 3, Segment, timeout, Signer(b"test"), wait)
         engine = ShmEngine(context, "test")
         try:
             engine.barrier().wait()
@@ -330,6 +330,21 @@ def test_a_rank_that_alone_fails_at_the_end_of_the_setup_ends_the_waits_of_those
     for each in (first, third):
         assert "rank 1 of this group" in each
         assert "has failed with an error of its own" in each
+
+
+def test_a_rank_that_has_no_memory_is_named_on_every_rank() -> None:
+    store = dist.HashStore()
+
+    def none() -> Segment:
+        raise NoMemoryError("there is none")
+
+    def on_rank(rank: int) -> None:
+        make = none if rank == 1 else Segment
+        exchange_control_blocks(store, rank, 2, make, InitTimeout(TIMEOUT), Signer(b"test"))
+
+    for outcome in attempt_threads(2, on_rank):
+        assert isinstance(outcome, NoMemoryError)
+        assert str(outcome) == "rank 1 of 2 has no shared memory: there is none"
 
 
 def test_a_piece_costs_no_file_descriptor() -> None:
@@ -353,7 +368,7 @@ def test_memory_that_its_rank_has_freed_is_unmapped_whenever_each_rank_frees_its
 
     def on_rank(rank: int) -> tuple[int, int, int]:
         segment = kind()
-        context = exchange_control_blocks(store, rank, 2, segment, InitTimeout(TIMEOUT), Signer(b"test"))
+        context = exchange_control_blocks(store, rank, 2, lambda: segment, InitTimeout(TIMEOUT), Signer(b"test"))
         engine = ShmEngine(context, "test")
         stays = engine.zeros(3 * 4096, torch.uint8)
         # Rank 0 frees each in the next round, and rank 1 eight at once, while the next operation is on its way.
@@ -484,5 +499,5 @@ def test_a_rank_that_is_lost_while_shared_memory_is_set_up_is_a_communication_er
     monkeypatch.setattr(Store, request_, fail)
     segment = open_segment()
     with pytest.raises(CommunicationError, match=r"another rank has ended|did not join.*rank 1 was killed by SIGKILL"):
-        exchange_control_blocks(Store(), 0, 1, segment, InitTimeout(TIMEOUT), Signer(b"test"))
+        exchange_control_blocks(Store(), 0, 1, lambda: segment, InitTimeout(TIMEOUT), Signer(b"test"))
     segment.close()
