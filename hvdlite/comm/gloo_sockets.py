@@ -50,7 +50,7 @@ from ..log import log
 
 _SO_ATTACH_FILTER = 26  # linux: asm-generic/socket.h
 
-# Of `struct tcp_info` (linux/h): the state, its first byte, and the milliseconds since the last data and the last
+# Of `struct tcp_info` (linux/tcp.h): the state, its first byte, and the milliseconds since the last data and the last
 # acknowledgement came.
 ESTABLISHED, SYN_SENT = 1, 2
 _LAST_RECEIVED = struct.Struct("=52xII")

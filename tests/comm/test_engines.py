@@ -133,19 +133,6 @@ def test_an_all_reduce_is_no_change_that_autograd_counts_and_takes_tensors_of_in
     run_ranks(2, rank, engine="gloo")
 
 
-def test_two_ranks_swap_bytes_into_memory_that_they_keep() -> None:
-    def rank(group: Group) -> None:
-        own, other = (torch.full((1000,), value, dtype=torch.uint8) for value in (group.rank + 1, 0))
-        for _ in range(2):
-            other.zero_()
-            sizes = [0 if rank == group.rank else own.numel() for rank in range(2)]
-            group.begin_all_to_all(own, sizes, sizes, "a swap", other)[1].wait()
-            assert other.tolist() == [2 - group.rank] * 1000
-            assert own.tolist() == [group.rank + 1] * 1000
-
-    run_ranks(2, rank, engine="gloo")
-
-
 @pytest.mark.parametrize("kind", list(ENGINES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_floats_are_added_up_in_rank_order_and_rounded_once(kind: str, dtype: torch.dtype) -> None:

@@ -41,7 +41,9 @@ def begin(group: Group, swap: int = 0) -> tuple[list[torch.Tensor], Any]:
     ranks = range(group.size)
     parts = [sent_by(group.rank, other, swap) for other in ranks]
     received = [count_of(other, group.rank, swap) for other in ranks]
-    return group.begin_all_to_all(torch.cat(parts), [len(part) for part in parts], received, "a swap")
+    # Every other swap into memory that the caller keeps.
+    output = torch.empty(sum(received), dtype=torch.uint8) if swap % 2 else None
+    return group.begin_all_to_all(torch.cat(parts), [len(part) for part in parts], received, "a swap", output)
 
 
 def require_right(group: Group, parts: Sequence[torch.Tensor], swap: int = 0) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from shm.engines import SharedEngineFactory
 from torch import Tensor
 from worlds import run_worlds
 
@@ -24,7 +23,7 @@ FACTORS = {"prescale_factor": 0.5, "postscale_factor": 3.0}
 @pytest.fixture(params=["gloo", "shared memory"])
 def engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "shared memory":
-        monkeypatch.setattr(ranks, "ThreadEngineFactory", SharedEngineFactory)
+        monkeypatch.setattr(ranks, "ThreadEngineFactory", ranks.SharedEngineFactory)
 
 
 def start(rank: int, shape: Sequence[int] = SHAPE, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import ThreadEngineFactory, attempt_threads
+from ranks import attempt_threads
 
 from hvdlite.comm.gloo import InitTimeout
 from hvdlite.shm.setup import exchange_control_blocks, open_segment
@@ -60,18 +60,6 @@ def make_engine(store: dist.Store, rank: int, size: int, timeout_s: float = TIME
         ),
         "test",
     )
-
-
-class SharedEngineFactory(ThreadEngineFactory):
-    """Makes shared-memory engines in the place of `ranks.ThreadEngineFactory`."""
-
-    def open(self) -> Any:
-        store = dist.PrefixStore(f"channel{self._opened}", self._store)
-        self._opened += 1
-        return self._wrap(make_engine(store, self._rank, self._size))
-
-    def among(self, places: Sequence[int], place: int, token: str, /) -> SharedEngineFactory:
-        return SharedEngineFactory(dist.PrefixStore(token, self._store), place, len(places), self._wrap)
 
 
 def begin_all_reduce(engine: ShmEngine, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
