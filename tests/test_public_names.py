@@ -91,7 +91,7 @@ def test_who_only_reads_the_rank_loads_neither_optimizers_nor_operations():
     modules = loaded("import hvdlite as hvd; hvd.init(); hvd.rank()")
     assert "hvdlite.runtime.world" in modules
     assert not {name.split(".")[1] for name in modules if name.startswith("hvdlite.")} & {"ops", "optim", "compression"}
-    others = {"statistics", "hvdlite.rendezvous.pmi_rendezvous", "hvdlite.rendezvous.master_address"}
+    others = {"statistics", "hvdlite.rendezvous.rank0_stores"}
     others |= {"hvdlite.coordinator.coordinator", "psutil"}  # rank 0's of several
     assert not others & modules
 

@@ -8,5 +8,5 @@ Rendezvous: reads this process's rank from the launcher's variables, and connect
 Modules import only what stands before them:
 
     store_client < placement < launcher_store < launchers < elastic_store < rank_info < process_state
-        < master_address < host_address < line_exchange < pmi_rendezvous
+        < host_address < line_exchange < rank0_stores
 """

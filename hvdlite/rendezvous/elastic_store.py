@@ -4,19 +4,14 @@ What a worker of an elastic job hears from hvdlite-run, and says to it or to oth
     hvdlite-run ── world<generation>/hosts/<n> ── KeyListener ── on_value      (changed hosts, on rank 0)
                 ├─ the keys of the generation are revoked ────── on_end        (on every rank)
                 └─ ping/<worker>/<n> ─────────────────────────── on_value      (questions, see `respond`)
-
     Worker(number, last generation) ── INIT_STARTED ── hvdlite-run ── assignment_key ── wait_for_rank
-
     rank 0, in a function of `hvd.elastic.run` ── elastic/program ── a new worker, or one that waits for a rank
     the latter takes back that it has asked ── INIT_FAILED ── hvdlite-run ── standby/<number> ── take_back
-
     a program ends ── survive/ended ── a rank in whose step another was lost ── `runtime.survival`
 
-hvdlite-run revokes a generation as soon as one of its workers has ended. Ranks that wait for that one in a collective
-would often notice by themselves, but not if its host has vanished without closing its connections.
-
-A worker finds its number in the environment, and no rank: it asks for one in each `hvd.init`. Where the others are in a
-function of `hvd.elastic.run`, a new worker first makes its model, and then asks: so nobody waits for it meanwhile.
+hvdlite-run revokes a generation as soon as one of its workers has ended: ranks that wait for that one might not notice
+by themselves, if its host has vanished. Where the others are in a function of `hvd.elastic.run`, a new worker makes its
+model before it asks for a rank: so nobody waits for it meanwhile.
 """
 
 from __future__ import annotations

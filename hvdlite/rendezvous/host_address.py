@@ -1,7 +1,7 @@
 """
 Finds the address by which other hosts reach this host, and says why a connection to one could not be made.
 
-It sends nothing to other hosts. `pmi_rendezvous`, `runtime`, `control.control_client` and `round_trips` call it.
+It sends nothing to other hosts. `rank0_stores`, `runtime`, `control.control_client` and `round_trips` call it.
 """
 
 from __future__ import annotations

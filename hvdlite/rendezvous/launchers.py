@@ -4,7 +4,7 @@ The table of supported launchers, with the environment variables that give a pro
     environ ── the launcher that started this process ── its entry in LAUNCHERS ── Placement
 
 `read_placement` reads the variables. To support a new launcher, add one entry. Its ranks then connect at MASTER_ADDR
-and MASTER_PORT, or through PMIx or PMI if the launcher offers these (`pmi_rendezvous`). hvdlite-run itself may run
+and MASTER_PORT, or through PMIx or PMI if the launcher offers these (`rank0_stores`). hvdlite-run itself may run
 under such a launcher: launcher/plan/worker_environment.py has patterns of the variables that it must not send to other
 hosts, and tests/e2e/test_contract.py compares these patterns with this table.
 
@@ -42,7 +42,7 @@ class Launcher:
 
     ``worker`` is a number that identifies the process while its rank may change. ``store`` is the URL of a store that
     all ranks share. ``address`` and ``port`` say where rank 0 serves a store. If a launcher sets neither,
-    `pmi_rendezvous` uses the following. The ``job_id`` variables together identify a job. ``nodelist`` lists the job's
+    `rank0_stores` uses the following. The ``job_id`` variables together identify a job. ``nodelist`` lists the job's
     hosts in Slurm's notation; rank 0 is on the first. ``reserved_ports`` are reserved for the job. ``own_addresses``:
     those on which the launcher itself listens. ``is_asked_by_pmi``: PMI is its only way to exchange an address between
     ranks.
@@ -361,7 +361,11 @@ def place_in(environ: MutableMapping[str, str]) -> ElasticWorker | Placement | N
 
 
 def mark_taken(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Notes that this process has the place in ``environ``, unless it is the only one of its job."""
+    """Notes that this process has the place in ``environ``, unless it is the only one of its job.
+
+    The programs that it starts inherit its environment, and are no ranks: their data would come between its own and
+    those of the other ranks. A job that it starts has other places.
+    """
     place = place_in(environ)
     if place is None or (isinstance(place, Placement) and place.size == 1):
         return

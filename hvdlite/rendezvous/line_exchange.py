@@ -10,7 +10,7 @@ Three ways in which rank 0 sends the other ranks a line of text, before there is
 
 A process inherits one PMI-1 connection to the launcher, and an MPI library in the same process uses it too. The
 launcher ignores the process after "finalize". So this is sent only at the end of the process, when MPI has finished.
-libpmix counts its initialisations, so an MPI library can use it at the same time. `pmi_rendezvous` calls these
+libpmix counts its initialisations, so an MPI library can use it at the same time. `rank0_stores` calls these
 functions.
 """
 

@@ -48,7 +48,7 @@ class Placement:
     changes; otherwise it is the rank.
 
     ``launcher`` is the name of a launcher that gives ranks but no address to connect to. The ranks then connect by
-    `pmi_rendezvous`: through the launcher's exchange, or, if ``one_host``, without it. None if there is an address or a
+    `rank0_stores`: through the launcher's exchange, or, if ``one_host``, without it. None if there is an address or a
     ``store_url``.
     """
 

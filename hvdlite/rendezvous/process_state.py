@@ -1,19 +1,16 @@
 """
-`ProcessState`: stores and connections that hvdlite keeps in this process after `hvd.shutdown`, for the next `hvd.init`.
+`ProcessState`: what hvdlite keeps in this process after `hvd.shutdown`, for the next `hvd.init` (but for optimizers).
 
-The process may then call `hvd.init` with other values of RANK, WORLD_SIZE, MASTER_PORT or the launcher's store.
-`ProcessState` has what outlives a world and depends on these (optimizers are in `optim.reducer`). By `keep`:
+That may have other values of RANK, WORLD_SIZE, MASTER_PORT or the launcher's store. `ProcessState.keep` holds:
 
-- the store at MASTER_ADDR, or of a plain srun job, while its address, this rank and (but on rank 0) the number of ranks
-are the same. It is closed before another one is opened, because a server has a port and a thread. - the client of
-hvdlite-run's store, and a `LauncherStore`, which is never freed: one for all worlds. - the connection to the launcher's
-PMI, and the addresses at which gloo listens in an elastic job, while PMI_FD or GLOO_SOCKET_IFNAME is the same. - until
-the process ends: the thread that answers hvdlite-run in an elastic job, and the shared memory of a rank whose steps
-survive the loss of others (`shm.segment`).
+- the store that rank 0 serves, while its address, this rank and (but on rank 0) the number of ranks are the same. It is
+  closed before another one is opened, because a server has a port and a thread.
+- the client of hvdlite-run's store, and a `LauncherStore`, which is never freed: one for all worlds.
+- the connection to PMI, and gloo's addresses in an elastic job, while PMI_FD or GLOO_SOCKET_IFNAME is the same.
+- until the process ends: the thread that answers hvdlite-run, and the shared memory of steps that survive losses.
 
-`runtime.world` has the one object, and passes it to `runtime.bootstrap`. State that is right in any world is elsewhere:
-hooks (tracebacks, fork, the interpreter's end), the log's handler, counters that only make names unique, the thread
-that closes what the garbage collector has found, compiled kernels, and `LauncherStore` objects, which C++ may still
+`runtime.world` has the one object. What is right in any world is elsewhere: hooks (tracebacks, fork, the interpreter's
+end), the log's handler, counters for unique names, compiled kernels, and `LauncherStore` objects, which C++ may still
 hold. The current world is a module variable of `runtime.world`.
 """
 

@@ -10,18 +10,17 @@ does not import torch.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 
 from hvdlite_wire.store_requests import (
-    CHUNK_BYTES,
     HEADER,
     MAX_REQUEST_BYTES,
     StoreRequest,
     chunk_key,
     frame,
+    in_chunks,
     pack,
     unpack,
 )
@@ -78,13 +77,10 @@ class StoreClient:
         """Returns the values of the keys; blocks until all are set."""
         return self.request(StoreRequest.GET, keys, timeout_s)
 
-    # A value of any size is set in chunks. Its own key is set last, because readers wait for it.
-
     def set_large(self, key: bytes, value: bytes) -> None:
-        starts = range(0, len(value), CHUNK_BYTES)
-        for number, start in enumerate(starts):
-            self.set({chunk_key(key, number): value[start : start + CHUNK_BYTES]})
-        self.set({key: b"%d" % len(starts)})
+        """Sets a value of any size, for `get_large`."""
+        for name, chunk in in_chunks(key, value):
+            self.set({name: chunk})
 
     def get_large(self, key: bytes, timeout_s: float | None = None) -> bytes:
         (count,) = self.get([key], timeout_s)
@@ -121,14 +117,10 @@ class StoreClient:
                 connection.close()
             if isinstance(error, BlockingIOError):
                 raise TimeoutError("no answer in time") from None
-            if isinstance(error, FileNotFoundError) and not os.path.exists(os.path.dirname(self._path)):
-                raise ConnectionError(
-                    f"the job's directory {os.path.dirname(self._path)} has been removed, and with it the way to "
-                    "hvdlite-run's agent: let nothing clean it up while the job runs, or set TMPDIR to another place"
-                ) from error
             if isinstance(error, OSError):
                 raise ConnectionError(
-                    f"hvdlite-run's agent on this host has ended, and with it the job's store (socket closed: {error})"
+                    f"hvdlite-run's agent on this host has ended, or its socket {self._path} is gone, and with it the "
+                    f"job's store (socket closed: {error})"
                 ) from error
             raise
         finally:

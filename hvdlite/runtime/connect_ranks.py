@@ -128,9 +128,9 @@ def _open_store(
     Each init at the same store has its own key prefix, so that an init after a shutdown does not read older keys. In an
     elastic job it is that of the generation: a rank may have called init less often than others.
     """
-    # Imported where they are used, because each launcher needs only one of them.
+    # Imported where it is used, since a job under hvdlite-run does not need it.
     if placement.launcher is not None:
-        from ..rendezvous.pmi_rendezvous import rendezvous_by_pmi  # noqa: PLC0415
+        from ..rendezvous.rank0_stores import rendezvous_by_pmi  # noqa: PLC0415
 
         return rendezvous_by_pmi(placement, os.environ, process, timeout)
     if client is not None:
@@ -138,7 +138,7 @@ def _open_store(
         launcher_store = process.keep("launcher store", client, lambda: LauncherStore(client, timeout))
         launcher_store.set_timeout(timeout)
         return PrefixStore(prefix, launcher_store), None
-    from ..rendezvous.master_address import store_at_given_address  # noqa: PLC0415
+    from ..rendezvous.rank0_stores import store_at_given_address  # noqa: PLC0415
 
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     number = process.next_init((address, port))

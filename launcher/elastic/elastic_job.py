@@ -40,7 +40,7 @@ from ..workers.ending import FAILURE_GRACE_S, Ending
 from ..workers.failure_message import JobOutcome, failure_message, name_workers
 from ..workers.first_failure import FirstFailure
 from .elastic_hosts import ElasticHosts
-from .elastic_workers import ElasticGeneration, Place
+from .elastic_workers import ElasticGeneration, Place, PlacedWorker
 from .hangs import MOST_FAILED_MEETINGS, CutLinks, CutOff, Hangs, RefusedLinks
 from .membership import (
     Action,
@@ -55,27 +55,6 @@ from .membership import (
     StartWorker,
 )
 from .rank_assignments import RankAssignments
-
-
-@dataclass
-class RunningWorker:
-    """A worker that was started and has not ended.
-
-    ``is_dismissed``: it was told that it has no place in later generations. ``why_signalled``: why it was told to end
-    by a signal, and ``kill_at_s``: when SIGKILL follows. ``why_refused``: it could not be started, and its end is only
-    to be counted.
-    """
-
-    number: int
-    host: str
-    is_dismissed: bool = False
-    why_signalled: str | None = None
-    kill_at_s: float | None = None
-    why_refused: str | None = None
-
-    @property
-    def ends_by_itself(self) -> bool:
-        return not self.is_dismissed and self.why_signalled is None
 
 
 @dataclass
@@ -140,7 +119,7 @@ class ElasticJob:
         self._chaos_of = chaos_of
         self._began_at = ending.clock()
         self._late_at: float | None = None  # when a worker that has not called hvd.init() ends the job
-        self._workers: dict[int, RunningWorker] = {}
+        self._workers = membership.workers
         self._generation = RunningGeneration()
         self._last_failure = ""  # what is said of it, if a limit ends the job
         self._judge = FirstFailure({}, ending, start_timeout_s=hosts.start_timeout_s)  # of the last ends
@@ -181,7 +160,7 @@ class ElasticJob:
         match event:
             case InitStarted():
                 after = event.after or 0
-                self._hosts.ran_worker(self._workers[event.worker].host)
+                self._hosts.ran_worker(self._workers[event.worker].place.host)
                 self._assignments.asked(event.worker, after)
                 self._hangs.begin(event.worker)
                 if self._membership.current is None and self._late_at is None:
@@ -215,15 +194,15 @@ class ElasticJob:
             self._give_up_hosts_that_are_cut_off()
 
     def on_exit(self, end: Exited) -> None:
-        worker = self._workers.pop(end.worker, None)
+        worker = self._workers.get(end.worker)
         if worker is None:
             return
-        if self._is_over:
-            # A worker that was told to end is no cause, unless it ends in another way.
-            if worker.why_signalled is None or -end.returncode not in (0, signal.SIGTERM, signal.SIGKILL):
-                self._judge.on_exit(end)
-            return
         if not self._decides():
+            del self._workers[end.worker]
+            # A worker that was told to end is no cause, unless it ends in another way.
+            was_told = worker.why_signalled is not None
+            if self._is_over and not (was_told and -end.returncode in (0, signal.SIGTERM, signal.SIGKILL)):
+                self._judge.on_exit(end)
             return
         why = self._words_of(end, worker)
         self._forget(end.worker)
@@ -232,7 +211,7 @@ class ElasticJob:
             self._last_failure = str(why)
         elif worker.ends_by_itself and end.returncode != 0 and not end.peer_lost:
             self._last_failure = failure_message(self._roster.failure(end), is_last=True)
-        if is_rank and not worker.is_dismissed and why is not None:
+        if is_rank and worker.why_dismissed is None and why is not None:
             self._lose([end.worker], why)
         if worker.ends_by_itself:
             self._generation.ends.append(end)
@@ -256,11 +235,10 @@ class ElasticJob:
         if not self._hosts.knows(lost.host) or not self._decides():
             return
         was_connected = self._hosts.lost(lost.host)
-        workers = [each.number for each in self._workers.values() if each.host == lost.host]
+        workers = [each.number for each in self._workers.values() if each.place.host == lost.host]
         why = f"lost {lost.host}: {lost.why}" if was_connected else f"{lost.host}: {lost.why}"
         self._screen.say(why)
         for worker in workers:
-            del self._workers[worker]
             self._forget(worker)  # the roster keeps it until it is reported
             self._screen.finish(worker)
         if any(map(self._generation.concerns, workers)):
@@ -358,7 +336,7 @@ class ElasticJob:
         if self._hosts.have_been_known():
             usable = self._hosts.usable()
             self._do(self._membership.hosts_found(usable, now_s, are_wanted=self._hosts.are_wanted))
-        self._hosts.let_go({each.host for each in self._workers.values()})
+        self._hosts.let_go({each.place.host for each in self._workers.values()})
 
     def _give_up_hosts_that_are_cut_off(self) -> None:
         generation = self._generation
@@ -389,7 +367,6 @@ class ElasticJob:
                 case Notify(added, removed):
                     self._assignments.tell_of_hosts(self._generation.number, added=added, removed=removed)
                 case Dismiss(worker, why):
-                    self._workers[worker].is_dismissed = True
                     if worker in self._generation.host_of:
                         self._generation.why_gone[worker] = f"{self._name(worker)} has left: {why}"
                     self._assignments.give(worker, Dismissal(why))
@@ -405,7 +382,6 @@ class ElasticJob:
     def _start(self, worker: int, place: Place) -> None:
         self._roster.add(worker, place.host)
         self._ending.running.add(worker)
-        self._workers[worker] = RunningWorker(worker, place.host)
         self._screen.begin(worker)
         if self._late_at is not None:  # it has as long as those that were started before
             self._late_at = self._now() + self._hosts.start_timeout_s
@@ -524,7 +500,7 @@ class ElasticJob:
         """Whether the job still goes on; events after its end are ignored."""
         return not self._is_over and self._ending.outcome is None
 
-    def _words_of(self, end: Exited, worker: RunningWorker) -> str | None:
+    def _words_of(self, end: Exited, worker: PlacedWorker) -> str | None:
         """Returns how a worker failed, named; None if it has not."""
         name = self._name(end.worker)
         if worker.why_refused is not None:

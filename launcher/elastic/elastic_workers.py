@@ -179,11 +179,12 @@ class ElasticGeneration:
 
 @dataclass
 class PlacedWorker:
-    """A running worker, and what it has asked for.
+    """A running worker, what it has asked for, and what `elastic_job` knows of its end.
 
     ``since`` is the first generation that it was in. ``asks_after`` is the last one (0 if none), once it asks for the
     next; ``newcomers`` is what it says then of workers that have been in none. ``why_dismissed``: its end is then no
-    failure.
+    failure. ``why_signalled``: why it was told to end by a signal, and ``kill_at_s``: when SIGKILL follows.
+    ``why_refused``: it could not be started, and its end is only to be counted.
     """
 
     number: int
@@ -193,6 +194,13 @@ class PlacedWorker:
     newcomers: NewWorkerPolicy = NewWorkerPolicy.WELCOME
     why_dismissed: str | None = None
     is_being_ended: bool = False
+    why_signalled: str | None = None
+    kill_at_s: float | None = None
+    why_refused: str | None = None
+
+    @property
+    def ends_by_itself(self) -> bool:
+        return self.why_dismissed is None and self.why_signalled is None
 
     @property
     def may_be_rank(self) -> bool:

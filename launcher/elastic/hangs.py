@@ -5,20 +5,17 @@ Finds workers of an elastic job that no longer respond, and hosts that cannot re
                                                                   └► CutLinks ─────┬► hosts to give up, and why
     InitFailed ── a rank's own addresses, and the one that refused it ──► RefusedLinks ┘
 
-`Hangs`: each worker is asked at least four times within the limit, and its answer says how long it has waited for other
-ranks. Only a process that is stopped (SIGSTOP), or in which a C extension holds the interpreter's lock, cannot answer.
-It is ended once it has been silent for the whole limit, if another worker waits then: in a collective, or in hvd.init()
-for what ranks do. A spare waits for nobody. A worker that answers may take its time, for example for a validation on
-rank 0 alone. Some seconds before one is ended, a report is taken, which says where it stands.
+`Hangs`: only a process that is stopped (SIGSTOP), or in which a C extension holds the interpreter's lock, cannot
+answer. It is ended once it has been silent for the whole limit, if another worker waits then for what ranks do. Some
+seconds before, a report says where it stands. A worker that answers may take its time.
 
-`CutLinks`: the ranks would wait in gloo until its timeout. Each worker says for how long nothing has come over its
-connections to other hosts, not even the other kernel's answers to probes (`hvdlite.comm.gloo_sockets`): so a worker
-that computes for long, sleeps or is stopped is never taken for a cut network.
+`CutLinks`: each worker says for how long nothing has come over its connections to other hosts, not even the other
+kernel's answers to probes (`hvdlite.comm.gloo_sockets`): so one that computes, sleeps or is stopped is not taken for a
+cut network.
 
-`RefusedLinks`: a rank whose connection is refused, as by a firewall, fails at once, and tells who refused it. But a
-rank that has ended refuses connections too, and so does one that has given up its generation a moment before the others
-do. So a refusal counts only if it comes before any other failure of its generation, if both ranks live on, and if it
-has come twice since all ranks were connected.
+`RefusedLinks`: a rank whose connection is refused, as by a firewall, fails at once. But a rank that has ended, or has
+given up its generation a moment before, refuses connections too. So a refusal counts only if it comes before any other
+failure of its generation, if both ranks live on, and if it has come twice since all ranks were connected.
 
 `elastic_job` calls them. They use no connection or thread, and the launcher's clock.
 """

@@ -62,22 +62,13 @@ class ChaosReport:
 
     def text(self) -> str:
         rows: list[Sequence[str]] = [("after", "fault", "step", "worker", "rank", "host", "its end")]
-        rows += [_row(record) for record in self.records]
+        for each in self.records:
+            kind = each.kind if each.point is None else f"{each.kind}@{each.point}"
+            step, rank = ("–" if number is None else str(number) for number in (each.step, each.rank))
+            rows.append((f"{each.at_s:.1f} s", kind, step, str(each.worker), rank, each.host, each.end))
         lines = table(rows) if self.records else []
         number = len(self.records)
         return "\n".join([f"chaos: {number} {'fault' if number == 1 else 'faults'}", *lines, *self.never])
-
-
-def _row(record: Record) -> Sequence[str]:
-    return (
-        f"{record.at_s:.1f} s",
-        record.kind if record.point is None else f"{record.kind}@{record.point}",
-        "–" if record.step is None else str(record.step),
-        str(record.worker),
-        "–" if record.rank is None else str(record.rank),
-        record.host,
-        record.end,
-    )
 
 
 class JobFaults(Observer):

@@ -131,6 +131,11 @@ class Membership:
         """The generation that was published last."""
         return self._workers.current
 
+    @property
+    def workers(self) -> dict[int, PlacedWorker]:
+        """The workers that were started and have not ended, by their numbers."""
+        return self._workers.running
+
     def hosts_found(self, hosts: Mapping[str, int], now_s: float, *, are_wanted: bool = True) -> list[Action]:
         """Sets the hosts and the slots of each. ``are_wanted``: some are listed, though none may be reached yet."""
         self._has_hosts = True

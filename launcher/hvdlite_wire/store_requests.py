@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -83,10 +83,18 @@ def chunk_key(key: bytes, number: int) -> bytes:
     return b"%b/%d" % (key, number)
 
 
-def generation_of(key: bytes) -> int | None:
-    """Returns the generation whose ranks meet under this key, ``world<generation>/...``; None for any other key."""
+def in_chunks(key: bytes, value: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yields the keys and values to set, in this order, for a large value: its own key last, for which readers wait."""
+    starts = range(0, len(value), CHUNK_BYTES)
+    for number, start in enumerate(starts):
+        yield chunk_key(key, number), value[start : start + CHUNK_BYTES]
+    yield key, b"%d" % len(starts)
+
+
+def is_up_to(key: bytes, generation: int) -> bool:
+    """Whether the ranks of this generation or of an earlier one meet under this key, ``world<generation>/...``."""
     match = _OF_GENERATION.match(key)
-    return None if match is None else int(match[1])
+    return match is not None and int(match[1]) <= generation
 
 
 def frame(code: int, payload: bytes) -> bytes:

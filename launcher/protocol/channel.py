@@ -111,7 +111,8 @@ class Decoder:
             while len(self._buffer) - start >= _HEADER.size:
                 kind, number, length = _HEADER.unpack_from(self._buffer, start)
                 # Checked as soon as the header is complete: garbage must not make us wait for a payload, or store one.
-                if kind not in self._kinds or length > _limit(kind):
+                is_json_of_agent = kind in _OF_KIND and kind in FROM_AGENT
+                if kind not in self._kinds or length > (_MAX_WORDS_BYTES if is_json_of_agent else MAX_PAYLOAD_BYTES):
                     raise ProtocolError(f"invalid frame: {bytes(self._buffer[start : start + 40])!r}")
                 body = start + _HEADER.size
                 if len(self._buffer) < body + length:
@@ -120,10 +121,6 @@ class Decoder:
                 yield _decode(kind, number, bytes(self._buffer[body:start]))
         finally:
             del self._buffer[:start]
-
-
-def _limit(kind: int) -> int:
-    return _MAX_WORDS_BYTES if kind in _OF_KIND and kind in FROM_AGENT else MAX_PAYLOAD_BYTES
 
 
 def _decode(kind: int, number: int, payload: bytes) -> Message:

@@ -6,11 +6,8 @@ An agent's part of the rendezvous store: answers its workers' reads from copies,
 
 `host.agent` owns both and passes the launcher's messages. The cache asks the launcher for a key once, whatever the
 number of workers that wait for it. A copy is never outdated: the launcher changes no value before the copies are
-dropped (see `server`).
-
-The relay listens in the job's directory, runs in the agent's event loop and never blocks. Each connection has at most
-one request in progress: the next is read after the answer is written, which limits the memory for it. Bytes that are no
-request close their connection and have no other effect.
+dropped (see `server`). The relay runs in the agent's event loop and never blocks. Bytes that are no request close their
+connection and have no other effect.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from hvdlite_wire.store_requests import (
     RequestDecoder,
     StoreRequest,
     frame,
-    generation_of,
+    is_up_to,
     pack,
     unpack,
 )
@@ -150,8 +147,7 @@ class Cache:
             self._readers.get(key, {}).pop(reader, None)
 
     def _is_revoked(self, key: bytes) -> bool:
-        generation = generation_of(key)
-        return generation is not None and generation <= self._revoked.generation
+        return is_up_to(key, self._revoked.generation)
 
     def _revoke(self, revoked: Revoke) -> None:
         self._revoked = revoked
@@ -265,6 +261,7 @@ class Relay:
 
 @dataclass(eq=False)
 class _Connection:
+    # At most one request is in progress: the next is read after the answer is written, which limits the memory for it.
     _socket: socket.socket
     _cache: Cache
     _selector: selectors.BaseSelector

@@ -6,7 +6,7 @@ The thread that reads from all agents (see `connection_loop`) calls it with thei
 (see `relay`), and yet no worker reads an old value once a change is answered: before a value changes, all agents that
 hold a copy must have dropped it. Until then, further operations on its key wait in a queue.
 
-The ranks of an elastic job's generation meet under keys of their own (see `generation_of`). Once a generation is
+The ranks of an elastic job's generation meet under keys of their own (see `is_up_to`). Once a generation is
 revoked, all its keys are forgotten and every request for one fails, so nobody waits for a rank that is gone.
 """
 
@@ -20,13 +20,13 @@ from typing import Protocol
 
 from hvdlite_wire.codec import MessageError
 from hvdlite_wire.store_requests import (
-    CHUNK_BYTES,
     DONE,
     FAILED,
     MAX_REQUEST_BYTES,
     StoreRequest,
     chunk_key,
-    generation_of,
+    in_chunks,
+    is_up_to,
     pack,
     unpack,
 )
@@ -125,12 +125,9 @@ class Store:
             return self._values.get(key)
 
     def put_large(self, key: bytes, value: bytes) -> None:
-        """Sets a value of any size, in pieces, for `hvdlite.rendezvous.store_client.StoreClient.get_large`."""
-        starts = range(0, len(value), CHUNK_BYTES)
-        for number, start in enumerate(starts):
-            self.put(chunk_key(key, number), value[start : start + CHUNK_BYTES])
-        # Set last, since readers wait for this key.
-        self.put(key, b"%d" % len(starts))
+        """Sets a value of any size, for `hvdlite.rendezvous.store_client.StoreClient.get_large`."""
+        for each in in_chunks(key, value):
+            self.put(*each)
 
     def get_large(self, key: bytes) -> bytes | None:
         """Returns a value that a worker sets by `set_large`, or None while it is incomplete."""
@@ -141,8 +138,7 @@ class Store:
         return None if None in pieces else b"".join(filter(None, pieces))
 
     def _is_revoked(self, key: bytes) -> bool:
-        generation = generation_of(key)
-        return generation is not None and generation <= self._revoked.generation
+        return is_up_to(key, self._revoked.generation)
 
     def _want(self, agent: Agent, key: bytes) -> None:
         if agent not in self._agents:

@@ -309,9 +309,9 @@ _LAUNCHER = [
     ),
     Mutant(
         "the keys of a revoked generation itself stay",
-        "launcher/store/server.py",
-        "generation is not None and generation <= self._revoked.generation",
-        "generation is not None and generation < self._revoked.generation",
+        "launcher/hvdlite_wire/store_requests.py",
+        "match is not None and int(match[1]) <= generation",
+        "match is not None and int(match[1]) < generation",
         ("tests/launcher/store/test_server.py::test_every_later_request_for_a_key_of_a_generation_that_is_over_fails",),
     ),
     Mutant(

@@ -26,8 +26,8 @@ from hvdlite.rendezvous.line_exchange import (
     open_connection,
 )
 from hvdlite.rendezvous.placement import Placement
-from hvdlite.rendezvous.pmi_rendezvous import PmiConnection, hosts_of_job, port_of_job, rendezvous_by_pmi
 from hvdlite.rendezvous.process_state import ProcessState
+from hvdlite.rendezvous.rank0_stores import PmiConnection, hosts_of_job, port_of_job, rendezvous_by_pmi
 
 SRUN = launcher_named(SLURM)
 STEP = {"SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}

@@ -1,7 +1,8 @@
 """
-Connects the ranks of an MPI or Slurm job to a store on rank 0, where the launcher sets no MASTER_ADDR.
+Opens the store that rank 0 serves: at MASTER_ADDR and MASTER_PORT, or where an MPI or Slurm job has none of these.
 
-Every rank finds the address of rank 0's store in the first of these ways that its environment offers:
+`runtime.connect_ranks` calls `store_at_given_address`, or else `rendezvous_by_pmi`. In that every rank finds the
+address of rank 0's store in the first of these ways that its environment offers:
 
     all on one host     rank 0 sends it over a Unix socket that is named after the job
     MPI is initialised  by the program, with mpi4py: rank 0 sends it by MPI's broadcast
@@ -10,28 +11,34 @@ Every rank finds the address of rank 0's store in the first of these ways that i
     plain srun          every rank computes it: the job step's first host, where rank 0 is, and a port that Slurm has
                         reserved or that follows from the job's id
 
-The store is a TCPStore that listens on the address by which other hosts reach rank 0, or on loopback if all ranks are
-on one host; except under plain srun, the kernel chooses the port. `runtime.connect_ranks` calls `rendezvous_by_pmi`.
+The store is then a TCPStore that listens on the address by which other hosts reach rank 0, or on loopback if all ranks
+are on one host; except under plain srun, the kernel chooses the port.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import math
 import os
 import re
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from hvdlite_wire.linux import ELSEWHERE, LOOPBACK, interface_with
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
-from ..errors import LaunchEnvironmentError
+from ..errors import CommunicationError, LaunchEnvironmentError
+from ..log import log
 from .host_address import own_address
 from .launchers import Launcher, launcher_named
 from .line_exchange import (
@@ -45,6 +52,61 @@ from .line_exchange import (
 from .placement import Placement
 from .process_state import ProcessState
 from .rank_info import new_secret
+
+_SLACK_S = 2.0  # PyTorch's own timeout ends first: its error says more
+_WARN_AFTER_S = 30.0
+
+
+def store_at_given_address(
+    process: ProcessState, rank: int, size: int, address: str, port: str, timeout: timedelta
+) -> Store:
+    """Returns the store at ``address`` and ``port``; rank 0 serves it. Every rank must call it, and waits for rank 0.
+
+    ``process`` keeps the store for later calls of `init`: else a rank could connect to a server that is just closing.
+    Rank 0 keeps its server even if the number of ranks changes; another rank then connects anew, because another
+    process may serve there now. Raises a `CommunicationError` if the ranks have not connected within the timeout.
+    """
+    key = (address, port) if rank == 0 else (address, port, rank, size)
+    try:
+        return process.keep("store", key, lambda: _meet(rank, size, address, port, timeout))
+    except RuntimeError as error:
+        words = str(error).strip().partition("\n")[0]
+        raise CommunicationError(
+            f"hvd.init() failed on rank {rank} ({socket.gethostname()}): {size} ranks did not meet at "
+            f"MASTER_ADDR={address!r}, MASTER_PORT={port} within {timeout.total_seconds():g} s: {words}. Is that an "
+            "address of rank 0's host, and may rank 0 listen there, or does another process? Have all ranks called "
+            "hvd.init() (look at their output), with the same address, port and WORLD_SIZE? Does a firewall block them?"
+        ) from error
+
+
+def _meet(rank: int, size: int, address: str, port: str, timeout: timedelta) -> Store:
+    """Opens PyTorch's store in a thread: a program that listens there and does not answer would block for ever."""
+    found: Future[Store] = Future()
+
+    def look() -> None:
+        try:
+            store: Store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
+        except BaseException as error:  # noqa: BLE001  # the waiting thread raises it
+            found.set_exception(error)
+        else:
+            found.set_result(store)
+
+    threading.Thread(target=look, name="hvdlite-store", daemon=True).start()
+    limit_s = timeout.total_seconds() + _SLACK_S
+    if limit_s > _WARN_AFTER_S:
+        with contextlib.suppress(FutureTimeoutError):
+            return found.result(_WARN_AFTER_S)
+        log.warning(
+            "rank %d has waited %g s in hvd.init() for %s at MASTER_ADDR=%r, MASTER_PORT=%s, and gives up after %g s "
+            "(hvd.init(timeout_s=...)): look at the output of the other ranks",
+            *(rank, _WARN_AFTER_S, "the other ranks" if rank == 0 else "rank 0", address, port, limit_s),
+        )
+        limit_s -= _WARN_AFTER_S
+    try:
+        return found.result(limit_s)
+    except FutureTimeoutError:
+        raise RuntimeError("the program that listens there has not answered") from None
+
 
 # Below Linux's ephemeral ports (from 32768), above the ports of well-known services.
 _FIRST_PORT = 12000
