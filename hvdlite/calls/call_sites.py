@@ -3,7 +3,7 @@ Describes where this process's threads are in the user's program, for messages a
 
     a thread's frames ── the innermost frame of the user's own code ── "train.py:41 in load_batch (time.sleep)"
 
-`control` and `runtime` call it. It reads no file, since a hanging file system may be the cause of the stall.
+It reads no file, since a hanging file system may be the cause of the stall.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ NOT_THE_USERS = (*_OWN_AND_TORCH, *(os.path.join(path, "") for path in _LIBRARIE
 
 
 def places_of_threads(idents: Collection[int]) -> str:
-    """Describes where these threads are; where the main thread is if none of them is alive.
-
-    ``idents`` may name threads that have ended. At most three threads are described, the main thread first.
-    """
+    """Describes where at most three of these threads are, the main thread first; the main thread if none is alive."""
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     places: list[str] = []

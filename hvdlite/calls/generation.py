@@ -1,25 +1,12 @@
 """
 `Generation`: a rank's watch, recorder and registry of reducers from one `init` to its `shutdown`.
 
-    runtime.world.World ── group, controller, process sets
-                        └─ Generation ── watch, recorder, reducers ── passed to control, timeline, process sets, optim
-
-This state exists once
-
-    per process      stores and connections (`rendezvous.process_state`), and each optimizer's reducer
-    per generation   the group of all ranks, the controller with its two threads, the watch, the recorder, the registry
-                     of reducers, the table of process sets
-    per group        an engine, a signer, a number for each collective
-    per set          a group, an engine for operations, an order in which its optimizers are made
-    per thread       what it waits for, which is an entry of the watch
-
-The registry numbers each group's reducers (one for each DistributedOptimizer) alike on all ranks of the group:
-
     take_number ── open_all (when one is first needed) ── enter ── pin: those alive on this rank are kept
 
-`optim` registers the reducers. `control.joins` pins them, since `join` has ranks sit out steps of the optimizers that
-are alive on all ranks. The ranks agree on which these are: it must not depend on when each rank's garbage collector
-runs, so nothing here happens when the collector finalizes a reducer.
+The registry numbers each group's reducers (one for each DistributedOptimizer) alike on all ranks of the group. `optim`
+registers them. `control.joins` pins them, since `join` has ranks sit out steps of the optimizers that are alive on all
+ranks. The ranks agree on which these are: it must not depend on when each rank's garbage collector runs, so nothing
+here happens when the collector finalizes a reducer.
 """
 
 from __future__ import annotations
@@ -44,30 +31,21 @@ from ..errors import GradientError
 class SitsOut(Protocol):
     """A reducer as `join` uses it: it takes part in other ranks' steps without gradients of its own."""
 
-    def progress(self) -> StepStatus:
-        """Returns how far its step is. Any thread may call it, at any time."""
-        ...
-
+    def progress(self) -> StepStatus: ...
     def why_no_join(self) -> str:
         """Says why this rank must not join, as the message of a GradientError; empty if it may."""
         ...
 
     def sit_out(self, average_of_active: bool) -> bool: ...
-
     def spoil(self, why: str) -> None:
         """Forbids all further steps, because a collective on the communicator will never end."""
         ...
 
     def pin(self) -> bool:
-        """Keeps the communicator open for the other ranks until `unpin`, also after a close.
-
-        Returns False if it is already released.
-        """
+        """Keeps the communicator open until `unpin`, also after a close; returns False if it is already released."""
         ...
 
-    def unpin(self) -> None:
-        """Undoes one `pin`."""
-        ...
+    def unpin(self) -> None: ...
 
 
 class Opens(Protocol):
@@ -75,7 +53,6 @@ class Opens(Protocol):
 
     @property
     def ranks(self) -> Group: ...
-
     def begin(self) -> None:
         """Requests the opening from the other ranks; returns at once where operations are negotiated."""
         ...
@@ -106,16 +83,13 @@ class ReducerRegistry:
         self._adding = threading.Lock()
         self.steps: dict[str, int] = {}
         """How many steps each optimizer has taken, by its name; also of those that are garbage by now."""
-        # Backward passes (autograd's numbers) whose gradients some optimizer has stepped with. They identify the
-        # gradients that a GAN's generator step leaves in the discriminator. A few suffice: gradients do not stay
-        # pending for long.
+        # Backward passes (autograd's numbers) whose gradients some optimizer has stepped with: by these the gradients
+        # are known that a GAN's generator step leaves in the discriminator. Gradients do not stay pending for long.
         self.stepped_backwards: deque[int] = deque(maxlen=64)
-        # The averaged gradients of parameters that have left their optimizer's groups, by the parameter's `id`, with
-        # their `Tensor._version`: the program may write zeros there.
+        # By the `id` of a parameter that has left its optimizer's groups: its average, and that tensor's `_version`.
         self._averaged: dict[int, tuple[ref[Tensor], int]] = {}
 
     def note_averaged(self, params: Iterable[Tensor]) -> None:
-        """Notes that these parameters have left their optimizer's groups, with the averages that it has made."""
         kept = {own: averaged for own, averaged in self._averaged.items() if averaged[0]() is not None}
         grads = {id(param): param.grad for param in params}
         self._averaged = kept | {own: (ref(grad), grad._version) for own, grad in grads.items() if grad is not None}
@@ -126,7 +100,6 @@ class ReducerRegistry:
         return grad is not None and averaged is not None and averaged[0]() is grad and averaged[1] == grad._version
 
     def of(self, group: Group) -> Reducers:
-        """Returns the reducers of this group."""
         with self._adding:
             return self._groups.setdefault(group.label, Reducers(group.size))
 
@@ -152,7 +125,6 @@ class ReducerRegistry:
             return list(self._on_the_way)
 
     def progress(self) -> list[StepStatus]:
-        """Returns how far each optimizer is that lives in this process. Any thread may call it."""
         return [member.progress() for member in self._living()]
 
     @property
@@ -191,9 +163,9 @@ class Reducers:
         self._known: tuple[tuple[int, ref[SitsOut]], ...] = ()
 
     def take_number(self, earlier: int | None = None) -> int:
-        """Returns a number for one more optimizer: the next one, or that of an ``earlier`` world if it is free here.
+        """Returns the next number, or that of an ``earlier`` world if it is free here. Never blocks.
 
-        Never blocks. The number is the same on all ranks if they make their optimizers in the same order.
+        It is the same on all ranks if they make their optimizers in the same order.
         """
         with self._entering:
             number = earlier
@@ -203,10 +175,9 @@ class Reducers:
             return number
 
     def enter(self, number: int, member: SitsOut) -> None:
-        """Allows the reducer to be pinned from now on.
+        """Allows the reducer to be pinned. Every rank of the group must call it before the engine is opened.
 
-        Every rank of the group must call it before the engine is opened: a rank that has opened it and joins must find
-        the reducer on all other ranks.
+        A rank that has opened it and joins must find the reducer on all other ranks.
         """
         with self._entering:
             kept = [(number, known) for number, known in self._known if known() is not None]
@@ -236,16 +207,15 @@ class OneThread:
     """Admits one thread at a time, for calls that pair up between ranks by their order alone."""
 
     def __init__(self, size: int) -> None:
-        """``size`` is the number of ranks; with one rank, all threads are admitted."""
-        self._applies = size > 1
+        self._applies = size > 1  # with one rank, all threads are admitted
         self._lock = threading.RLock()
         self._inside = ""
 
     @contextmanager
     def only(self, what: str, more: str = "") -> Iterator[None]:
-        """Raises a RuntimeError if another thread is inside; the same thread may enter again.
+        """Raises a RuntimeError about ``what`` if another thread is inside; the same thread may enter again.
 
-        The message names the call, ``what``; ``more`` is a sentence with another way out for the user.
+        ``more`` is a sentence with another way out for the user.
         """
         if not self._applies:
             yield
@@ -266,11 +236,7 @@ class OneThread:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """State that all groups of one world share on this rank.
-
-    ``watch`` records every collective of all groups, and the ends of other ranks. ``recorder`` records events for a
-    timeline. ``reducers`` are the objects that average gradients, by group.
-    """
+    """State that all groups of one world share on this rank; ``watch`` also records the ends of other ranks."""
 
     watch: CollectiveWatch = field(default_factory=CollectiveWatch)
     recorder: Recorder = field(default_factory=Recorder)

@@ -1,9 +1,5 @@
 """
 `Handle`: the caller's reference to an asynchronous operation; it also serves as a number.
-
-    operation_async ── Handle ── poll, synchronize
-
-The `controller` makes it and finishes it.
 """
 
 from __future__ import annotations
@@ -19,11 +15,6 @@ from ..errors import describe_interrupt
 from ..outside_graphs import keep_outside_graphs
 
 _numbers = itertools.count(1)
-
-
-def next_number() -> int:
-    """Returns a number between those of this process's operations before and after now."""
-    return next(_numbers)
 
 
 # Waits shorter than this are not reported to rank 0.
@@ -47,26 +38,21 @@ class Handle(int):
         self.timed: Callable[[], AbstractContextManager[None]] = nullcontext
         # The ranks that it waits for, in words, as of rank 0's last report; empty where unknown.
         self.waits_for: Callable[[], str] = str
-        # Called by a thread before it takes the result: makes its CUDA stream wait for the stream that computes the
-        # result.
+        # Called before the result is taken: makes the calling thread's CUDA stream wait for the one that computes it.
         self.before_taking: Callable[[], None] | None = None
 
     def succeed(self, result: Any) -> None:
-        """Ends the operation; every `wait` returns this result."""
         self._result = result
         self._ended.set()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the operation; every `wait` raises this error."""
         self._error = error
         self._ended.set()
 
     def is_ended(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
         return self._ended.is_set()
 
     def has_succeeded(self) -> bool:
-        """Whether the operation has ended without an error, so that `wait` returns its result at once."""
         return self._ended.is_set() and self._error is None
 
     def refuse_in_child(self) -> None:
@@ -83,7 +69,9 @@ class Handle(int):
             if not self._ended.is_set():
                 self.refuse_in_child()
                 with self.timed():
-                    self._wait()
+                    if not self._ended.wait(_PATIENCE_S):
+                        with self.while_waiting():
+                            self._ended.wait()
         except KeyboardInterrupt as interrupt:
             describe_interrupt(interrupt, self.what, self.waits_for())
             raise
@@ -93,17 +81,11 @@ class Handle(int):
             self.before_taking()
         return self._result
 
-    def _wait(self) -> None:
-        if not self._ended.wait(_PATIENCE_S):
-            with self.while_waiting():
-                self._ended.wait()
-
     def __call__(self) -> Any:
-        """The same as `wait`: Horovod's `sparse_allreduce_async` returns a callable."""
+        """Waits, since Horovod's `sparse_allreduce_async` returns a callable."""
         return self.wait()
 
     def ended_within(self, timeout_s: float) -> bool:
-        """Blocks until the operation ends, at most for this time; returns whether it has ended."""
         return self._ended.wait(timeout_s)
 
     def __repr__(self) -> str:

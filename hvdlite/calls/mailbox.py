@@ -17,7 +17,6 @@ changed, dropped, replayed or sent back to its sender is rejected.
 from __future__ import annotations
 
 import hmac
-import json
 import secrets
 import socket
 import struct
@@ -43,8 +42,6 @@ PROOF_BYTES = TAG_BYTES
 
 
 class HandshakeClient:
-    """The rank's side of one connection."""
-
     def __init__(self, signer: Signer, rank: int) -> None:
         self._signer = signer
         self._rank = rank
@@ -61,8 +58,6 @@ class HandshakeClient:
 
 
 class HandshakeServer:
-    """Rank 0's side of one connection."""
-
     def __init__(self, signer: Signer, hello: bytes) -> None:
         """Raises a ValueError if ``hello`` is not a rank's hello."""
         magic, self.rank, its_nonce = _HELLO.unpack(hello)
@@ -74,7 +69,6 @@ class HandshakeServer:
         self.challenge = _CHALLENGE.pack(nonce, signer.sign("control", "rank 0", *self._said))
 
     def session(self, proof: bytes) -> Signer:
-        """Returns the session's signer. Raises a ValueError if the other end does not know the key."""
         if not self._signer.is_signed(proof, "control", "rank", *self._said):
             raise ValueError(f"it claims to be rank {self.rank} and does not know the job's key")
         return self._signer.derive("control", *self._said)
@@ -82,9 +76,6 @@ class HandshakeServer:
 
 MAX_BYTES = 256 << 20
 """Most bytes of one message's JSON. Longer messages are refused by the sender and by the receiver."""
-
-# hvdlite's messages nest only a few levels deep; code that recurses into a deeper one would exhaust the stack.
-_MAX_DEPTH = 64
 
 _TAG_BYTES = 16
 _HEADER = struct.Struct(f">I{_TAG_BYTES}s")
@@ -106,7 +97,7 @@ class FrameError(ValueError):
 
 @dataclass(eq=False)
 class Sealer(Generic[Message]):
-    """Makes the frames of one direction of a connection, which has a signer of its own; ``count`` of them so far."""
+    """Makes the frames of one direction of a connection, ``count`` of them so far."""
 
     _signer: Signer
     _family: Family[Message]
@@ -124,7 +115,7 @@ class Sealer(Generic[Message]):
 
 @dataclass(eq=False)
 class Opener(Generic[Message]):
-    """Reads the frames of one direction of a connection, which has a signer of its own."""
+    """Reads the frames of one direction of a connection."""
 
     _signer: Signer
     _family: Family[Message]
@@ -158,23 +149,9 @@ class Opener(Generic[Message]):
             raise FrameError("a message is not signed with the connection's key, or is out of order")
         self._count += 1
         try:
-            # This quick count includes brackets in strings; only if it is too high is the real depth measured.
-            is_deeper = data.count(b"[") + data.count(b"{") > _MAX_DEPTH and _is_deeper(json.loads(data), _MAX_DEPTH)
-            message = self._family.decode(data)
+            return self._family.decode(data)
         except (ValueError, RecursionError) as error:
             raise FrameError(f"a message is malformed: {error}") from error
-        if is_deeper:
-            raise FrameError(f"a message nests deeper than {_MAX_DEPTH} levels")
-        return message
-
-
-def _is_deeper(value: object, levels: int) -> bool:
-    """Whether lists and dicts nest deeper than this many levels; recurses no deeper than that."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, list):
-        return False
-    return levels == 0 or any(_is_deeper(each, levels - 1) for each in value if isinstance(each, (list, dict)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +212,6 @@ class Mailbox(Generic[Sent, Received]):
 
     @property
     def has_outgoing(self) -> bool:
-        """Whether there is data to flush."""
         return bool(self._outgoing)
 
     def flush(self) -> None:
@@ -278,19 +254,18 @@ class Mailbox(Generic[Sent, Received]):
         return self._connection.fileno()
 
     def end_sending(self) -> None:
-        """Sends no more: the other end's `receive` raises EOFError, while this end can still receive."""
+        """Makes the other end's `receive` raise EOFError; this end can still receive."""
         self._connection.shutdown(socket.SHUT_WR)
 
     def hang_up(self) -> None:
-        """Sends and receives no more: `receive` raises EOFError at both ends."""
+        """Makes `receive` raise EOFError at both ends."""
         self._connection.shutdown(socket.SHUT_RDWR)
-
-    def leave_to_parent(self) -> None:
-        # An open copy would keep the connection alive after the parent's end, of which the other end must hear.
-        self.close()
 
     def close(self) -> None:
         self._connection.close()
+
+    # A forked child's copy would keep the connection alive after the parent's end, of which the other end must hear.
+    leave_to_parent = close
 
 
 def mailbox_pair(session: Signer) -> tuple[Mailbox[ToRank0, FromRank0], Mailbox[FromRank0, ToRank0]]:

@@ -128,10 +128,7 @@ class OperationRequest(ToRank0):
 
 @dataclass(slots=True)
 class WaitsIn(ToRank0):
-    """All threads that call operations are blocked, one of them in this operation.
-
-    ``begun`` is how many collectives of each group this rank has begun, by the group's label.
-    """
+    """All threads that call operations are blocked, one in this; ``begun`` counts collectives by group label."""
 
     ticket: int
     begun: dict[str, int]
@@ -139,10 +136,7 @@ class WaitsIn(ToRank0):
 
 @dataclass(slots=True)
 class LivingOptimizers:
-    """The optimizers that are alive on a rank, by their numbers, of one process set; see `Joins`.
-
-    ``members`` is sent empty for all ranks.
-    """
+    """The numbers of one process set's optimizers that are alive on a rank; ``members`` is sent empty for all ranks."""
 
     set_id: int
     members: tuple[int, ...]
@@ -188,10 +182,7 @@ class Busy(ToRank0):
 
 @dataclass(slots=True)
 class StillWaiting(ToRank0):
-    """Sent about twice a second while a rank waits for something.
-
-    ``over_count`` is how many of the operations that rank 0 let begin have ended there.
-    """
+    """Sent about twice a second while a rank waits; ``over_count``: how many operations that rank 0 let begin ended."""
 
     over_count: int
 
@@ -330,10 +321,7 @@ class JoinFailed(FromRank0):
 
 @dataclass(slots=True)
 class RankLeft(FromRank0):
-    """This rank was the first to end, or has ended during an operation that connects it to the receiver.
-
-    ``ended_normally`` is False if it crashed.
-    """
+    """This rank was the first to end, or has ended during an operation that connects it to the receiver."""
 
     rank: int
     ended_normally: bool

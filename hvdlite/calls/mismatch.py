@@ -1,7 +1,5 @@
 """
 Words the errors about ranks that disagree: which rank did what, in Horovod's words where it has them.
-
-These are pure functions of the ranks' requests. `coordinator` compares the requests and calls them.
 """
 
 from __future__ import annotations
@@ -78,10 +76,7 @@ def _cause(kind: Kind, what: str, key: str) -> str:
 
 
 def words_of_callers(what: str, names: Mapping[int, str], hosts: Hosts) -> str:
-    """The message for several threads that call something that pairs up by order.
-
-    ``names`` are the calling threads, by rank.
-    """
+    """The message for several threads, by rank, that call something that pairs up by order."""
     quoted = {rank: f"thread {name!r}" for rank, name in sorted(names.items())}
     return (
         f"Mismatched threads: {what} was called by different threads on different ranks, and by several on some. Calls "

@@ -28,12 +28,11 @@ from .handle import Handle
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A function that all ranks call together.
+    """A function that all ranks call together, by its name in messages.
 
-    ``name`` is the function's name in messages. ``of_one`` is, for a kind with several tensors, the kind that does the
-    same with one. ``allows_joined``: ranks that have called `join` take part, with nothing to give. ``in_join_errors``
-    is Horovod's name of the function in errors about join. ``is_compared``: ranks compare their arguments even under
-    HVDLITE_CHECK=0. ``error_prefix`` begins the message about arguments that differ.
+    ``of_one`` is, for a kind with several tensors, the kind that does the same with one. ``allows_joined``: ranks that
+    have called `join` take part. ``in_join_errors``: Horovod's name of it in errors about join. ``is_compared``: ranks
+    compare their arguments even under HVDLITE_CHECK=0. ``error_prefix`` begins the message about different arguments.
     """
 
     name: str
@@ -45,7 +44,6 @@ class Kind:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether it takes several tensors."""
         return self.of_one is not None
 
     @property
@@ -110,15 +108,11 @@ class Operation:
     """An operation as one rank requests it.
 
     ``run`` is called once all ranks have made the request. It may use any collective of ``execution.group``, and must
-    not block on anything else. Its result, or its error, becomes the handle's. ``name`` is the user's, or None.
-    Operations of one kind and name pair up; those without a name pair up in the order of their calls.
-
-    ``same`` must be equal on all ranks. Its keys are dtype, shape, device, op, prescale_factor, postscale_factor,
-    root_rank and others that the kind has. Their order is the order in which differences are reported. ``own`` may
+    not block on anything else. Operations of one kind and name pair up; those without a name in the order of their
+    calls. ``same`` must be equal on all ranks, and differences are reported in the order of its keys. ``own`` may
     differ, and is sent to all ranks. Both consist of JSON's types: a dtype is its str, a shape a list.
-
-    ``has_users_name`` is False for a name that only serves for pairing. Messages omit such a name, and whether the
-    right threads paired up is checked as if there were no name.
+    ``has_users_name`` is False for a name that only serves for pairing: messages omit it, and calling threads must
+    match as if there were no name.
     """
 
     kind: Kind
@@ -129,7 +123,6 @@ class Operation:
     has_users_name: bool = True
 
     def describe(self) -> str:
-        """The operation's description in messages, such as ``allreduce of 'loss'``."""
         return describe(self.kind, self.name if self.has_users_name else None)
 
 
@@ -137,13 +130,10 @@ class Operation:
 class DirectCall:
     """One rank's call among all ranks that waits for its result, with so few data that they go with the vote on it.
 
-    `ops.direct` makes it, and `control.requests` runs it on the calling thread; without a vote, or a go, it submits the
-    call as an operation.
-
     ``agreed`` is all that must be equal on all ranks, but the user's ``name``; equal bytes mean that rank 0 would let
     the operations begin. ``tensor`` has this rank's data, contiguous on the CPU; None if there are none. ``result``
-    makes the result from the data of all ranks. ``operation`` makes the same call as an operation, with the same
-    result. A result is never None. ``is_inference`` is whether the caller is in `torch.inference_mode`.
+    makes the result, which is never None, from the data of all ranks. ``operation`` makes the same call as an
+    operation. ``is_inference`` is whether the caller is in `torch.inference_mode`.
     """
 
     kind: Kind
@@ -160,7 +150,6 @@ class DirectCall:
             return self.result(data.copy())
 
     def describe(self) -> str:
-        """The call's description in messages, as `Operation.describe`."""
         return describe(self.kind, self.name)
 
 
@@ -183,15 +172,9 @@ class Controller(Protocol):
         """Allows operations among the ranks of ``group`` from now on; every one of them must call it."""
         ...
 
-    def close_group(self, group: Group) -> None:
-        """Ends operations among the ranks of ``group``; every one of them must call it."""
-        ...
-
+    def close_group(self, group: Group) -> None: ...
     def submit(self, group: Group, operation: Operation) -> Handle:
-        """Submits an operation to the ranks of ``group``; it runs when all of them have submitted it.
-
-        The handle's `wait` returns what ``operation.run`` returns, and raises what it raises.
-        """
+        """Submits an operation to the ranks of ``group``; it runs when all of them have submitted it."""
         ...
 
     @property
@@ -212,10 +195,7 @@ class Controller(Protocol):
         ...
 
     def waits(self) -> list[tuple[str, float]]:
-        """Returns what threads of this process wait for in operations, and since when (`time.monotonic`).
-
-        Any thread may call it.
-        """
+        """What this process's threads wait for in operations, since when (`time.monotonic`). Any thread may call it."""
         ...
 
     def stragglers(self) -> tuple[RankPace, ...]:
@@ -223,10 +203,7 @@ class Controller(Protocol):
         ...
 
     def revoke(self, reason: str) -> None:
-        """Fails everything that waits for other ranks, now and later, with ``reason``. It does not block.
-
-        Any thread may call it. The groups' own waits are failed by `Group.revoke`.
-        """
+        """Fails, now and later, everything that waits for other ranks but in groups. Any thread; it never blocks."""
         ...
 
     def close(self) -> None:

@@ -1,10 +1,13 @@
 """
-Tracks which threads of this process call operations, and whether all of them are blocked.
+Tracks which threads of this process call operations, whether all of them are blocked, and which calls pair up.
 
     called: this thread may request more ── blocked_in (ticket) ── all living callers are blocked: `WaitsIn`, to rank 0
+    the thread's name ── without its number ── label         "Thread-3 (serve)" ── "Thread (serve)"
 
-`requests` notes the calls, and `Handle.wait` the blocked threads. A rank can be part of a deadlock only if all its
-calling threads are blocked: a thread that still runs may request the operation that the other ranks wait for.
+A rank can be part of a deadlock only if all its calling threads are blocked: a thread that still runs may request the
+operation that the other ranks wait for. Operations without a user's name pair up in the order of their calls, which
+several threads of a rank do not have. So each such call is sent with its thread's label, which is the same on all
+ranks, and with whether other threads might have made it; rank 0 refuses calls whose threads do not match.
 """
 
 from __future__ import annotations
@@ -21,11 +24,9 @@ from ..calls.messages import CallingThread, WaitsIn
 from .rank0_connection import Rank0Connection
 
 _NUMBER = re.compile(r"[-_]?\d+")
-# Represents all threads that Python has not made, such as autograd's for a GPU: Python does not see them start or end,
-# so they count as one caller.
+# All threads that Python has not made, such as autograd's for a GPU, count as one: it does not see them start or end.
 _FOREIGN = threading.Thread(name="autograd")
-# hvdlite's own threads call no operations of their own.
-_OWN_PREFIX = "hvdlite"
+_OWN_PREFIX = "hvdlite"  # of hvdlite's own threads, which call no operations of their own
 
 
 class Callers:
@@ -43,7 +44,6 @@ class Callers:
         self._reported: set[int] = set()
 
     def called(self) -> None:
-        """Notes that the current thread calls operations."""
         self._threads.add(threading.get_ident())
 
     @contextmanager
@@ -61,10 +61,7 @@ class Callers:
                 self._reported.discard(ticket)
 
     def look(self) -> None:
-        """Reports the tickets not yet reported, if all calling threads are blocked.
-
-        Must also be called now and then, since a thread that ends no longer requests anything.
-        """
+        """Reports tickets if all calling threads are blocked. Call it now and then: a thread that ends asks nothing."""
         if not self._blocked:
             return
         alive = _living_threads()
@@ -77,24 +74,20 @@ class Callers:
             self._connection.say(WaitsIn(ticket, self._watch.begun.copy()))
 
     def report_again(self) -> None:
-        """Forgets what has been reported, so that the next `look` reports every blocked operation again."""
         with self._lock:
             self._reported.clear()
 
     def blocked(self) -> list[tuple[int, float]]:
-        """The operations that threads wait for, each as its ticket and when the wait began."""
         with self._lock:
             return list(self._blocked.values())
 
     def threads(self) -> frozenset[int]:
-        """The idents of threads that have called operations; some may have ended."""
         return frozenset(self._threads)
 
     def can_ask(self, blocked_in_engine: Set[int]) -> bool:
         """Whether some living thread that calls operations, or begins collectives, is not among ``blocked_in_engine``.
 
-        A thread that is blocked in an operation, and not in an engine, counts as able to request more: it continues
-        when that operation ends.
+        So a thread that is blocked in an operation alone counts: it continues when that ends.
         """
         called = self._threads.copy()
         alive = _living_threads()
@@ -105,7 +98,7 @@ class Callers:
 
 
 def _living_threads() -> set[int | None]:
-    """The idents of living threads, without hvdlite's own, which begin only what all ranks have agreed on."""
+    """The idents of living threads without hvdlite's own."""
     return {thread.ident for thread in threading.enumerate() if not thread.name.startswith(_OWN_PREFIX)}
 
 
@@ -127,8 +120,6 @@ class _Seen:
 
 
 class ThreadLabels:
-    """The threads of this process that have called operations without a name."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seen: dict[Hashable, _Seen] = {}

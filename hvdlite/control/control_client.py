@@ -4,9 +4,14 @@ The controller of one rank among several: an operation runs once all its ranks h
     submit, join ── Requests, Joins ── Rank0Connection ──► coordinator ──► go: the executor runs it ── the handle
                                                                        └─► no: the handle's error
 
-Rank 0 sends its go messages to all ranks in the same order, so the collectives on one engine pair up. `connect` makes
-the client. This module makes its parts, each of which knows only those made before it, and passes rank 0's messages,
-which `calls.messages` lists, to them.
+Rank 0 sends its go messages to all ranks in the same order, so the collectives on one engine pair up. `ControlClient`
+makes this package's parts, each of which knows only those made before it, and passes rank 0's messages to them.
+
+    rank 0 listens ── shares its address over the group ── the others connect ── both authenticate ── ControlClient
+
+Under hvdlite-run on one host, rank 0 listens on a Unix socket in the job's private directory. Otherwise it listens on a
+port that the system chooses: on loopback if all ranks are on one host, else on the address that gloo uses. It stops
+listening when all ranks are connected.
 """
 
 from __future__ import annotations
@@ -87,11 +92,7 @@ class ControlClient:
         *,
         measures_steps: bool = True,
     ) -> None:
-        """``mailbox`` leads to the coordinator, whose ``welcome`` has been read; ``group`` has all ranks.
-
-        ``coordinator`` is the one in this process, on rank 0 only; `close` closes it too. ``measures_steps`` is whether
-        the clock of this rank's steps runs.
-        """
+        """``coordinator``, whose ``welcome`` has been read, is there on rank 0 only. ``group`` has all ranks."""
         self._coordinator = coordinator
         self._measures_steps = measures_steps
         self._reducers = generation.reducers
@@ -107,7 +108,6 @@ class ControlClient:
         self._paces = PaceReports(connection)
 
     def start(self, early: Iterable[FromRank0] = ()) -> None:
-        """Starts the threads; ``early`` are the messages that rank 0 sent right after its welcome."""
         self._executor.start()
         self._connection.start(early, self)
         if self._measures_steps:
@@ -227,8 +227,7 @@ def make_controller(
 ) -> Controller:
     """Makes this rank's one controller for a generation; every rank must call it, and it waits for rank 0.
 
-    ``nodes`` identify the ranks' hosts: equal entries are on one host. ``init_timeout`` is that of `hvd.init`, and how
-    long the ranks' operations may stall.
+    ``nodes``: equal entries are on one host. ``init_timeout`` is also how long the ranks' operations may stall.
     """
     if group.size == 1:
         return UncheckedController(1, generation.recorder)
@@ -266,7 +265,7 @@ def _lead(
     listener = _listen(group, nodes)
     address = listener.getsockname()
     stragglers = StragglerWatch(group.hosts, environment.straggler_warning)
-    coordinator = Coordinator(Negotiation(group.hosts, stall), group.size, stall, stragglers, listener, group.signer)
+    coordinator = Coordinator(Negotiation(group.hosts, stall), stragglers, listener, group.signer)
     own_end, other_end = mailbox_pair(Signer(secrets.token_bytes(32)))
     coordinator.add(0, other_end)
     coordinator.start()
@@ -338,17 +337,17 @@ def _reach(
 
 
 def _connect(address: Any, timeout_s: float) -> socket.socket:
-    if isinstance(address, str):
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.settimeout(timeout_s)
-            connection.connect(address)
-        except OSError:
-            connection.close()
-            raise
+    if not isinstance(address, str):
+        connection = socket.create_connection(address[:2], timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
-    connection = socket.create_connection(address[:2], timeout_s)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(address)
+    except OSError:
+        connection.close()
+        raise
     return connection
 
 

@@ -3,9 +3,8 @@
 
     rank 0's message "go" ──► Executor.put ──► queue ──► the thread runs the operation ──► its Handle has the result
 
-`requests` puts in what rank 0 answers, and the votes by which ranks agree through shared memory. `joins` puts in the
-operations in which this rank, having joined (Horovod's `join`), takes part with zeros. While the thread is blocked in
-an operation because another rank is late, the thread of `rank0_connection` goes on receiving messages.
+`requests` puts in what rank 0 answers, and the votes by which ranks agree through shared memory. `joins` puts in what
+this rank, having joined, takes part in with zeros.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ Name = tuple[int, str, str]  # the process set's id, the kind's name, the user's
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """An operation that this rank takes part in; ``group`` is the one that it runs on.
-
-    ``name`` is its key among the names in use, None without a name.
-    """
+    """An operation that this rank takes part in, on ``group``; ``name`` is its key among the names in use, if any."""
 
     handle: Handle
     run: Run
@@ -43,13 +39,8 @@ class Request:
     def carry_out(
         self, owns: list[Any], divisor: int, recorder: Recorder, note_end: Callable[[], None] = lambda: None
     ) -> None:
-        """Runs the operation on the current thread; its result or error becomes the handle's.
-
-        ``owns`` and ``divisor`` are those of `Execution`. ``note_end`` is called when it has ended, before threads that
-        wait for the handle continue.
-        """
-        group, what = self.group, self.handle.what
-        execution = Execution(group, what, owns, divisor)
+        """Runs the operation on the current thread; ``note_end`` is called before threads that wait for it continue."""
+        group, execution = self.group, Execution(self.group, self.handle.what, owns, divisor)
         self.end_with(lambda: group.ends.run(group.label, partial(self.run, execution)), recorder, note_end)
 
     def end_with(
@@ -92,7 +83,6 @@ class Executor:
 
     @property
     def ident(self) -> int | None:
-        """The thread's ident; None until it is started."""
         return self._thread.ident
 
     @property
@@ -101,12 +91,11 @@ class Executor:
         return self.begun == self.ended and not self.is_making_result
 
     def put(self, request: Request, owns: list[Any], divisor: int) -> None:
-        """Runs the operation after everything that was put in before; arguments as in `Request.carry_out`."""
         self.begun += 1
         self._queue.put(partial(self.carry_out, request, owns, divisor))
 
     def put_call(self, call: Callable[[], None]) -> None:
-        """Calls a quick function after everything that was put in before; it is not counted as an operation."""
+        """Calls a quick function after everything that was put in before; it does not count as an operation."""
         self._queue.put(call)
 
     def carry_out(self, request: Request, owns: list[Any], divisor: int) -> None:
@@ -120,7 +109,6 @@ class Executor:
             request.carry_out(owns, divisor, self.recorder, self._note_end)
 
     def finish(self) -> None:
-        """Ends the thread once everything that was put in is done."""
         self._queue.put(None)
 
     def give_up(self, refusal: Callable[[str], BaseException]) -> None:
@@ -129,7 +117,6 @@ class Executor:
         self._queue.put(None)
 
     def wait_for_end(self, timeout_s: float) -> None:
-        """Waits at most this time for the thread's end, if it was started and is not the calling one."""
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
@@ -140,7 +127,6 @@ class Executor:
             del item
 
     def note_result(self) -> None:
-        """Notes that the result of a direct call is made, after `is_making_result` was set."""
         self.is_making_result = False
 
     def _note_end(self) -> None:

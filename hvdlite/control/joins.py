@@ -4,8 +4,8 @@ This rank's part in joins: its own `hvd.join()`, and the optimizers that it keep
     begin ── "join", with the living optimizers ── stand_in (others' all-reduces), sit_out (others' steps) ── end
     pin (another rank has joined) ── "pinned", with the living optimizers ── unpin
 
-`control_client` calls it. Living optimizers are those that are neither closed nor garbage-collected; pinned ones are
-kept. Rank 0 finds the steps to sit out (see `coordinator.scene`).
+Living optimizers are those that are neither closed nor garbage-collected; pinned ones are kept. Rank 0 finds the steps
+to sit out (see `coordinator.scene`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class Joins:
 
     @property
     def is_joining(self) -> bool:
-        """Whether this rank has joined, and not all others yet."""
         return self._joining is not None
 
     @property
@@ -62,10 +61,7 @@ class Joins:
         return bool(self._joining or self._pinned)
 
     def begin(self, handle: Handle, stand_in: StandIn, sit_out: SitOut) -> tuple[LivingOptimizers, ...]:
-        """Begins this rank's join; returns its living optimizers for rank 0, by process set.
-
-        Raises a RuntimeError if this rank is already in a join.
-        """
+        """Begins this rank's join, once at a time; returns its living optimizers for rank 0, by process set."""
         groups = [group for group in list(self._groups.values()) if group.size > 1]
         with self._lock:
             if self._joining is not None:
@@ -80,29 +76,21 @@ class Joins:
         )
 
     def stand_in(self, message: GoAsStandIn, group: Group) -> None:
-        """Takes part, with nothing to give, in an operation that the other ranks have requested; it runs on ``group``.
-
-        Does nothing if the join has failed since: rank 0 may still write to a rank that has been revoked.
-        """
-        joining = self._joining
-        if joining is None:
+        """Takes part, with nothing to give, in an operation that the other ranks have requested, on ``group``."""
+        # Rank 0 may still write to a rank that has been revoked, and whose join has failed.
+        if (joining := self._joining) is None:
             return
-        stand_in = joining.stand_in
 
         def run(execution: Execution) -> Any:
             # Made on the executor, so that an error in it becomes the operation's.
-            return stand_in(kind_named(message.kind), message.same)(execution)
+            return joining.stand_in(kind_named(message.kind), message.same)(execution)
 
         self._executor.put(Request(Handle(message.what), run, group), message.owns, message.divisor)
 
     def sit_out(self, set_id: int, numbers: Sequence[int]) -> None:
-        """Begins to take part in the steps of these optimizers, which are alive on all ranks of the set.
-
-        Does nothing if the join has failed since, as `stand_in`.
-        """
+        """Begins to take part in the steps of these optimizers, which are alive on all ranks of the set."""
         with self._lock:
-            joining = self._joining
-            if joining is None:
+            if (joining := self._joining) is None:
                 return
             # The numbers may be from this rank's answer to "pin", or from its own join.
             members = {**self._pinned.get(set_id, {}), **joining.pinned.get(set_id, {})}
@@ -117,7 +105,7 @@ class Joins:
         return tuple(pinned)
 
     def end(self, finish: Callable[[Handle], None]) -> None:
-        """Ends the join of all ranks, and finishes its handle here. Does nothing if it has failed, as `stand_in`."""
+        """Ends the join of all ranks, and finishes its handle here, unless it has failed."""
         with self._lock:
             joining, self._joining = self._joining, None
         if joining is not None:
@@ -130,7 +118,7 @@ class Joins:
         self._executor.put_call(partial(_unpin_all, self._take_pinned(joining)))
 
     def fail(self, error_of: Callable[[str], BaseException]) -> None:
-        """Fails the join with ``error_of(what)``, since no answer will arrive, and unpins all optimizers."""
+        """Fails the join, since no answer will arrive, and unpins all optimizers."""
         with self._lock:
             joining, self._joining = self._joining, None
         _unpin_all(self._take_pinned(joining))

@@ -3,9 +3,8 @@ A rank's connection to rank 0: sends messages from any thread, receives on one, 
 
     say ── mailbox ──► coordinator ──► mailbox ── listening thread ── Listener: take (each message), look, ended
 
-Everything in this package that says something to rank 0 holds the connection; `control_client` is the `Listener`. The
-listening thread runs no operations and waits for no other thread. So it receives the ends of other ranks, and reports
-this one's waits, even while an operation hangs.
+The `Listener` is the `ControlClient`. The listening thread runs no operations and waits for no other thread. So it
+receives the ends of other ranks, and reports this one's waits, even while an operation hangs.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ from ..errors import LOOK_THERE, UNKNOWN_END, CommunicationError, PeerLostError,
 LOOK_S = 0.5
 """Interval between calls of `Listener.look`."""
 
-# Most time for sending the remaining messages on close.
-_PARTING_S = 1.0
+_PARTING_S = 1.0  # most time for sending the remaining messages on close
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +51,18 @@ class EndReason:
 
 
 class Listener(Protocol):
-    """What the listening thread calls."""
+    """What the listening thread calls: ``take`` for each message that is not about the end of a rank."""
 
-    def heard(self) -> None:
-        """Something has arrived from rank 0."""
-        ...
-
-    def take(self, message: FromRank0) -> None:
-        """Acts on a message, which is not about the end of a rank."""
-        ...
-
-    def look(self, now_s: float) -> None:
-        """Called every `LOOK_S`."""
-        ...
-
-    def ended(self, *, is_closing: bool) -> None:
-        """Nothing more will arrive; ``is_closing`` is whether this rank has closed the connection itself."""
-        ...
+    def heard(self) -> None: ...
+    def take(self, message: FromRank0) -> None: ...
+    def look(self, now_s: float) -> None: ...
+    def ended(self, *, is_closing: bool) -> None: ...
 
 
 class Rank0Connection:
     """Sends to rank 0 and listens to it, until this rank closes or rank 0 ends."""
 
     def __init__(self, mailbox: Mailbox[ToRank0, FromRank0], group: Group, watch: CollectiveWatch) -> None:
-        """``mailbox`` leads to the coordinator; ``group`` has all ranks."""
         self._mailbox = mailbox
         self.group = group
         self.watch = watch
@@ -85,10 +71,8 @@ class Rank0Connection:
         # Why no request is possible any more; None while requests can be sent.
         self.end_reason: EndReason | None = None
         self._is_closing = False
-        # Why rank 0 has ended normally; None if it has not.
-        self._over: EndReason | None = None
-        # Whether rank 0 has lost another rank: then rank 0's own end is not the first.
-        self._rank_0_follows = False
+        self._over: EndReason | None = None  # why rank 0 has ended normally
+        self._rank_0_follows = False  # whether rank 0 has lost another rank: then its own end is not the first
         self._has_said_lost = False
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
@@ -117,7 +101,6 @@ class Rank0Connection:
         return self.end_reason is None
 
     def error_of_end(self, what: str) -> CommunicationError:
-        """The error of an operation that will have no answer."""
         reason = self.end_reason or self._reason_of_first_end()
         # The first words are Horovod's.
         words = f"Horovod has been shut down. {what} failed because {reason.words}"
@@ -129,17 +112,16 @@ class Rank0Connection:
             self.end_reason = self.end_reason or EndReason(reason, is_peer_loss=True)
 
     @property
+    @property
     def has_lost_rank(self) -> bool:
-        """Whether no request is possible any more because a rank was lost."""
         return self.end_reason is not None and self.end_reason.is_peer_loss
 
     def close(self) -> None:
-        """Sends `Leaving` to rank 0, unless a rank was lost, and waits for the listening thread's end."""
+        """Sends `Leaving` to rank 0, and waits for the listening thread's end."""
         with self.lock:
             self.end_reason = self.end_reason or EndReason("hvd.shutdown() was called")
         if self.has_lost_rank:
-            # Ranks that have not heard of the loss yet, and wait for this one, then get a PeerLostError. After a
-            # `Leaving` they would be told that the programs call different collectives.
+            # Not `Leaving`: ranks that wait for this one would be told that the programs call different collectives.
             self._say_lost()
         else:
             self._mailbox.send(Leaving())
@@ -163,7 +145,7 @@ class Rank0Connection:
 
     def _run(self, early: Iterable[FromRank0], listener: Listener) -> None:
         self.watch.listening_thread, self.watch.say_lost = threading.get_ident(), self._say_lost
-        self.watch.ends.say_failed = self._say_failed
+        self.watch.ends.say_failed = lambda *failure: self._mailbox.send(HasFailed(*failure))
         reason: EndReason | None = None
         try:
             with selectors.DefaultSelector() as selector:
@@ -241,10 +223,6 @@ class Rank0Connection:
         if not self._has_said_lost:
             self._has_said_lost = True
             self._mailbox.send(HasLostRank())
-
-    def _say_failed(self, label: str, number: int, words: str) -> None:
-        """Reports that an operation has failed here, for ranks that wait in it for this one."""
-        self._mailbox.send(HasFailed(label, number, words))
 
     def _note_end_of_rank_0(self) -> None:
         if self.group.rank == 0 or self._is_closing:

@@ -1,11 +1,13 @@
 """
-Reports about twice a second what this rank is blocked in, and warns, or ends the process, if rank 0 is silent.
+Reports this rank's waits and its step clock's readings to rank 0; warns, or ends the process, if rank 0 is silent.
 
     what threads are blocked in ── look ── "busy", "alive", to rank 0
     nothing arrives from rank 0 ── look ── a warning, an end: rank 0 reports all stalls but its own
+    the program's stack ── inside a module with parameters? ── counts of the clock ── its readings, to rank 0
 
-`Heartbeat` has the rules; its caller passes the time. `WaitReports` collects the facts and acts on the rules;
-`rank0_connection` calls it on the listening thread.
+`Heartbeat` has the rules of the waits, and `WaitReports` collects the facts, on the listening thread. `PaceReports` has
+a thread of its own. A hook on the model would tell more exactly when forward begins, but it would be copied, pickled
+and compiled with the model.
 """
 
 from __future__ import annotations
@@ -76,8 +78,7 @@ class Heartbeat:
     ) -> list[Busy | StillWaiting]:
         """Returns the messages to send to rank 0 now.
 
-        ``blocked`` are the threads' waits of all lengths. ``is_waiting`` is whether anything, in a thread or not, needs
-        rank 0 or other ranks. ``over_count`` is how many of the operations that rank 0 started have ended.
+        ``is_waiting``: something needs rank 0 or other ranks. ``over_count`` operations that rank 0 started have ended.
         """
         if self._looked_at_s is not None and now_s - self._looked_at_s > 3 * LOOK_S:
             # This process was stopped, or had no core: rank 0's messages of that time are not read yet.
@@ -107,10 +108,7 @@ class Heartbeat:
         return messages
 
     def _leave_out(self, stopped_s: float) -> None:
-        """Excludes the last ``stopped_s`` seconds from the silence.
-
-        The time before them counts: otherwise a rank that is always late would never report the silence.
-        """
+        """Excludes the last ``stopped_s`` seconds; those before count, or a rank that is always late never warns."""
         if self._unanswered_since_s is not None:
             self._unanswered_since_s += stopped_s
         if self._warned_at_s is not None:
@@ -179,7 +177,6 @@ class WaitReports:
             self._tell_silence(silence, blocked)
 
     def waits(self) -> list[tuple[str, float]]:
-        """Returns the operations that threads of this process wait for, and since when. Any thread may call it."""
         whats = self._requests.whats()
         found = [(whats[ticket], since_s) for ticket, since_s in self._callers.blocked() if ticket in whats]
         current = self._executor.current
@@ -217,7 +214,7 @@ class WaitReports:
 def _sent(
     collective: tuple[str, int, tuple[int, ...]] | None, size: int
 ) -> tuple[str, int, tuple[int, ...] | None] | None:
-    """Returns the collective for a message: without members where all ranks take part."""
+    # Without members where all ranks take part.
     if collective is None:
         return None
     label, number, members = collective
@@ -251,7 +248,6 @@ class PaceReports:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread. It may be called without `start`, and more than once."""
         self._clock.is_on = False
         self._is_closed.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
@@ -264,7 +260,6 @@ class PaceReports:
             self.look()
 
     def look(self) -> None:
-        """Counts where the program is, and sends the readings that the clock has made."""
         clock = self._clock
         if clock.phase is Phase.LOAD and clock.thread is not None and clock.tells_forward:
             with FramesOfThreads() as frames:

@@ -7,8 +7,8 @@
     call_directly ── the calling thread votes, with its data ── go: the result
                                                              └─ not at once: the executor goes on, as above
 
-`control_client` calls it. `voting` explains how a vote is decided, and why both ways lead to one order of operations. A
-ticket is the number of the operation's handle; rank 0's answers carry it.
+`voting` explains how a vote is decided, and why both ways lead to one order of operations. A ticket is the number of
+the operation's handle; rank 0's answers carry it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from ..calls.handle import Handle
-from ..calls.messages import CallingThread, CloseRound, MissingRanks, OperationRequest, ToRank0
+from ..calls.messages import CallingThread, MissingRanks, OperationRequest, ToRank0
 from ..calls.operation import DirectCall, Operation
 from ..comm.group import Group
 from ..comm.recorder import OPERATIONS
@@ -49,7 +49,6 @@ class _Direct:
 
     @property
     def name(self) -> Name | None:
-        """Its name among the names in use."""
         call = self.call
         return None if call.name is None else (self.group.set_id, call.kind.name, call.name)
 
@@ -65,24 +64,20 @@ class Requests:
         joins: Joins,
         operation_groups: Mapping[int, Group],
     ) -> None:
-        """``operation_groups`` is the live table of the groups that run operations, by process set."""
         self._connection = connection
         self._executor = executor
         self._callers = callers
         self._joins = joins
         self._operation_groups = operation_groups
-        # Guards the tables, and the choice of how a call is requested.
-        self._lock = connection.lock
+        self._lock = connection.lock  # guards the tables, and the choice of how a call is requested
         self._labels = ThreadLabels()
-        # None unless all ranks share memory.
-        self._voter: Voter | None = None
+        self._voter: Voter | None = None  # None unless all ranks share memory
         self._by_ticket: dict[int, Request] = {}
         self._names: set[Name | None] = set()
         self._failed: set[int] = set()  # the tickets of those that failed with no answer
         # By ticket: the ranks that had not requested it, as of rank 0's last report.
         self._missing: dict[int, str] = {}
-        # The request that is being voted on: it may have its go on the board although the connection to rank 0 has
-        # ended.
+        # Its go may be on the board although the connection to rank 0 has ended.
         self._voted_ticket: int | None = None
         # The call that a thread of the program votes on, until it ends.
         self._direct: _Direct | None = None
@@ -91,17 +86,8 @@ class Requests:
         return len(self._by_ticket)
 
     def open_board(self, board: Board, decide_round: Callable[[int, OperationRequest | None], None] | None) -> None:
-        """Begins to use votes on this board, for calls that all ranks make at the same time.
-
-        ``decide_round`` exists on rank 0 only.
-        """
-        self._voter = Voter(
-            board,
-            self._lock,
-            close_round=lambda number: self._connection.say(CloseRound(number)),
-            decide_round=decide_round,
-            is_over=lambda: self._connection.end_reason is not None,
-        )
+        """Begins to use votes on this board, for calls that all ranks make at the same time."""
+        self._voter = Voter(board, self._connection, decide_round)
 
     # -- on the calling thread
 
@@ -113,10 +99,7 @@ class Requests:
         return self._submit(group, operation, self._caller(group.set_id, operation))
 
     def call_directly(self, group: Group, call: DirectCall) -> Any:
-        """Votes for the call on this thread, with its data, and returns what `DirectCall.result` makes of all ranks'.
-
-        Without a go it is requested, and waited for, as the operation that it is.
-        """
+        """Votes for the call on this thread, with its data; without a go it becomes the operation that it is."""
         caller = self._labels.of_call((group.set_id, call.kind.name, None)) if call.name is None else None
         agreed = call.agreed + repr((call.name, caller and caller.name)).encode()
         direct, voter = _Direct(group, call, caller, DirectVote(agreed, call.tensor)), self._voter
@@ -181,10 +164,7 @@ class Requests:
             return call.result(data)
 
     def _hand_over(self, direct: _Direct) -> None:
-        """Has the executor go on with a direct call, unless it has ended, or was handed over before. Under the lock.
-
-        The call is a request from now on, and its handle is there.
-        """
+        """Has the executor go on with a direct call, as a request, unless it has ended. Under the lock."""
         voter = self._voter
         if self._direct is not direct or voter is None or direct.is_handed_over:
             return
@@ -373,7 +353,6 @@ class Requests:
     # -- on the listening thread
 
     def begin(self, ticket: int, owns: list[Any], divisor: int) -> None:
-        """Runs an operation that all ranks have requested."""
         # Under one lock, so that no thread sees the operation neither in the requests nor in the queue.
         with self._lock:
             request = self._take_answered(ticket)
@@ -394,10 +373,7 @@ class Requests:
         }
 
     def _take_answered(self, ticket: int) -> Request | None:
-        """`_take` for an answer of rank 0; returns None if the request has failed before.
-
-        Rank 0 may still answer requests of a rank that has been revoked.
-        """
+        """`_take`; None if the request has failed before: rank 0 may still answer a rank that has been revoked."""
         return None if ticket in self._failed else self._take(ticket)
 
     def _take(self, ticket: int) -> Request:
@@ -410,10 +386,7 @@ class Requests:
     # -- on any thread
 
     def fail_all(self) -> None:
-        """Fails the join and all requests, since no answer will arrive; except for the one that is voted on.
-
-        The executor fails that one, if the vote has not led to a go.
-        """
+        """Fails the join and all requests, since no answer will arrive; the executor fails the one that is voted on."""
         error_of = self._connection.error_of_end
         self._joins.fail(error_of)
         with self._lock:
@@ -433,15 +406,6 @@ class Requests:
 
 
 def _ask_for(handle: Handle, group: Group, operation: Operation, caller: CallingThread | None) -> OperationRequest:
-    members = group.ranks if group.set_id else ()
-    return OperationRequest(
-        int(handle),
-        group.set_id,
-        operation.kind.name,
-        operation.name,
-        handle.what,
-        members,
-        operation.same,
-        operation.own,
-        caller,
-    )
+    members, kind = group.ranks if group.set_id else (), operation.kind.name
+    said = (operation.name, handle.what, members, operation.same, operation.own)
+    return OperationRequest(int(handle), group.set_id, kind, *said, caller)

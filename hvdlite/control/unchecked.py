@@ -3,9 +3,9 @@ A controller that runs operations in the order of the calls, without checking th
 
     submit ── run by the calling thread, at once
 
-`connect` makes it for one rank, and for HVDLITE_CHECK=0. Asynchronous operations are done when they return. Pairing by
-name and `join` need the `control_client`. So do several threads that call operations, since nothing shows which calls
-of the ranks belong together: a call while another thread is in one of the same process set is a RuntimeError.
+It is there for one rank, and for HVDLITE_CHECK=0. Asynchronous operations are done when they return. Pairing by name
+and `join` need the `control_client`. So do several threads that call operations, since nothing shows which calls of the
+ranks belong together: a call while another thread is in one of the same process set is a RuntimeError.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ _WAY_OUT_OF_FIRST_STEP = (
 
 @dataclass(eq=False)
 class UncheckedController:
-    """A controller that trusts the program.
-
-    ``_client`` receives the ends of other ranks, if there are others, and is closed with this controller.
-    """
+    """A controller that trusts the program; ``_client``, if there are other ranks, receives their ends."""
 
     _size: int
     _recorder: Recorder

@@ -5,52 +5,48 @@ Agrees on a call by a vote in shared memory, if all ranks are on one host: faste
                    └─ no ────────────── closed, or votes differ ──────────────────────────── requested by a message
 
 A vote is a shortcut to the result of a request and its go. A call that it does not settle is requested by a message, as
-if there were no vote. All errors, joins, stalls and ends are handled by messages. `requests` uses the `Voter`; the
-memory is `shm.board`.
+if there were no vote. All errors, joins, stalls and ends are handled by messages.
 
 **When a rank votes.** A rank votes if it has nothing else in progress: no unanswered request, no operation to run, no
-join. Until the round is decided it sends no other request. Its threads' calls in that time are held, and sent after the
-decision in the order of the calls. So a rank's calls reach the other ranks in their order, by either path.
+join. Its threads' calls until the decision are held, and sent after it in the order of the calls. So a rank's calls
+reach the other ranks in their order, by either path.
 
-**Who decides.** Only rank 0's process decides, under one lock, once per round; the board shows which round is open. The
-thread that votes there decides when all ranks have voted. The decision is a go if all digests are equal and the
-negotiation has nothing unsettled: no operation pending, none refused and still to be reported to some rank, no rank
-joined or ended. Otherwise it closes the round. Its coordinator closes the open round as soon as something is unsettled,
-or when a rank reports that it has waited long enough. A rank reads the outcome once the round is decided, and never
-changes its vote, so all ranks see the same outcome.
+**Who decides.** Only rank 0's process decides, under one lock, once per round. The thread that votes there decides when
+all ranks have voted: a go if all digests are equal and the negotiation has nothing unsettled (an operation pending or
+refused, a rank joined or ended). Its coordinator closes the open round as soon as something is unsettled, or when a
+rank reports that it has waited long enough. A rank never changes its vote, so all ranks see the same outcome.
 
-**Why the order of operations is the same on all ranks.** A rank votes only when it has nothing in progress, and starts
-nothing else until it has run the voted call. At a go every rank has voted. So no operation can be before it on one rank
-and after it on another. Operations that messages start later are queued later in each executor, behind the vote.
+**Why the order of operations is the same on all ranks.** A rank starts nothing else until it has run the voted call,
+and at a go every rank has voted. So no operation can be before it on one rank and after it on another. Operations that
+messages start later are queued later in each executor.
 
-**Why no rank waits for ever.** A rank that has voted waits for the decision. If there is none within `PATIENCE_S`, it
-asks the coordinator to close the round, and the coordinator always answers. If rank 0's process is stopped, the
-listening thread reports that as usual. If it has ended, its earlier decision is valid; without a decision, the request
+**Why no rank waits for ever.** If there is no decision within `PATIENCE_S`, a rank asks the coordinator to close the
+round, which always answers. If rank 0's process has ended, its earlier decision is valid; without one, the request
 fails. Ranks wait at most `PATIENCE_S` for a rank that does not vote, and a late rank finds the round closed.
 
 **Why errors are the same.** A digest covers everything that ranks compare: kind, name, the values that must be equal,
-each rank's own values, and the thread's name if the user gave no name for the call. If these are equal, the negotiation
-would have answered with a go. If they differ, the negotiation gets the requests, and finds the difference.
+each rank's own values, and the thread's name if the user gave no name for the call. If these differ, the negotiation
+gets the requests, and finds the difference.
 
 **Direct calls.** The thread of a call that waits for at most `PAYLOAD_BYTES` votes itself, and writes its data before
-its vote. At a go all data are there, so nothing else can fail or wait: each rank makes the result from them. All of the
-above applies, since the rank counts as voting until it has read the data. The thread has the vote to itself for at most
-`PATIENCE_S`. If that is over, if another call is held behind the vote, or if the thread is interrupted, the executor
-goes on with it as with any other vote: nothing depends on when, or whether, the thread comes back. So a signal handler
-may call hvdlite in the middle of a vote, but for the few microseconds in which the thread has a lock.
+its vote. At a go all data are there, so nothing else can fail or wait. The rank counts as voting until it has read
+them. The thread has the vote to itself for at most `PATIENCE_S`. If that is over, if another call is held behind the
+vote, or if the thread is interrupted, the executor goes on with it: nothing depends on when, or whether, the thread
+comes back. So a signal handler may call hvdlite in the middle of a vote, but for the few microseconds in which the
+thread has a lock.
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..calls.messages import OperationRequest
+from ..calls.messages import CloseRound, OperationRequest
 from ..shm.board import DIGEST_BYTES, Board, VoteData
+from .rank0_connection import Rank0Connection
 
 MOST_BYTES = 1 << 16
 """Most bytes of a call that is voted on; longer calls are sent as messages, which have their own limit."""
@@ -83,22 +79,13 @@ class Voter:
     def __init__(
         self,
         board: Board,
-        lock: threading.Lock,
-        *,
-        close_round: Callable[[int], object],
+        connection: Rank0Connection,
         decide_round: Callable[[int, OperationRequest | None], None] | None,
-        is_over: Callable[[], bool],
     ) -> None:
-        """``lock`` is the client's lock, under which it decides how a call is requested.
-
-        ``close_round`` asks rank 0 to close a round. ``decide_round`` exists on rank 0 only, and is called when all
-        have voted. ``is_over`` is whether no request is possible any more.
-        """
+        """``decide_round`` exists on rank 0 only, and is called when all have voted."""
         self._board = board
-        self._lock = lock
-        self._close_round = close_round
+        self._connection = connection
         self._decide_round = decide_round
-        self._is_over = is_over
         # Functions that send the held messages; None if no vote is in progress.
         self._held: list[Callable[[], None]] | None = None
 
@@ -126,10 +113,7 @@ class Voter:
     # -- on the executor's thread, or that of a direct call
 
     def vote(self, call: bytes, ask: OperationRequest) -> bool:
-        """Votes for a call in the open round; returns whether all ranks make it now. Blocks until the round is decided.
-
-        ``ask`` is what rank 0 records for it.
-        """
+        """Votes for a call, which rank 0 records as ``ask``; returns whether all ranks make it now. Blocks."""
         number = self._open_round()
         if number == 0:
             return False
@@ -170,7 +154,7 @@ class Voter:
     def say_held(self) -> bool:
         """Ends the vote, and sends the held messages; returns whether there were any."""
         # Under the lock, so that no message overtakes the held ones, and no calling thread can add more of them.
-        with self._lock:
+        with self._connection.lock:
             held, self._held = self._held, None
             for say in held or ():
                 say()
@@ -179,12 +163,17 @@ class Voter:
     def _open_round(self) -> int:
         """The number of the open round; 0 if this rank must not vote."""
         number = self._board.open_round
-        return 0 if self._board.is_paused or self._is_over() else number
+        return 0 if self._board.is_paused or self._is_over else number
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no request is possible any more."""
+        return self._connection.end_reason is not None
 
     def _is_go(self, number: int, ask: OperationRequest | None, patience_s: float) -> bool:
         if not self._is_decided_within(number, ask, patience_s):
-            self._close_round(number)
-            while not (self._is_over() or self._is_decided_within(number, ask, _LOOK_S)):
+            self._connection.say(CloseRound(number))
+            while not (self._is_over or self._is_decided_within(number, ask, _LOOK_S)):
                 pass
         # Read after the check for rank 0's end: its earlier decision is valid.
         return bool(self._board.outcome(number))

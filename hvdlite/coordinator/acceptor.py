@@ -4,8 +4,8 @@ Accepts ranks' connections at rank 0: the listening socket, and connections that
     accept ── hello ── challenge ── proof ── admit(rank, connection, session)
                  └─ anything else, or nothing within 5 s: closed, with a line in the log
 
-`coordinator` makes it, and serves it with its one selector. Nothing here blocks, so a connection that is silent, slow
-or foreign does not delay the ranks. The steps of the handshake are in `calls.mailbox`.
+`coordinator` serves it with its one selector. Nothing here blocks, so a connection that is silent, slow or foreign does
+not delay the ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,8 @@ from ..calls.mailbox import HELLO_BYTES, PROOF_BYTES, HandshakeServer
 from ..log import log
 from ..signing import Signer
 
-# A connection that has not authenticated by then is closed; the rank may connect again.
-HANDSHAKE_S = 5.0
-
-# Pause before accepting again after the system ran out of descriptors.
-_BACK_OFF_S = 0.5
-
+HANDSHAKE_S = 5.0  # a connection that has not authenticated by then is closed; the rank may connect again
+_BACK_OFF_S = 0.5  # before accepting again after the system ran out of descriptors
 _MOST_LINES = 5
 
 
@@ -42,7 +38,6 @@ class _Visitor:
 
     @property
     def missing(self) -> int:
-        """The number of bytes that the current step still needs; no more than these are read."""
         return (HELLO_BYTES if self.answerer is None else PROOF_BYTES) - len(self.received)
 
 
@@ -60,15 +55,14 @@ class Acceptor:
     ) -> None:
         """``admit`` is called with a rank, its connection and its session once both ends have authenticated.
 
-        ``is_expected`` is whether a rank belongs to the job and is not connected yet. The data of each file registered
-        with ``selector`` is a function without arguments, to be called when the file is ready.
+        ``is_expected``: the rank belongs to the job and is not connected yet. The data of each file registered with
+        ``selector`` is a function to be called when it is ready.
         """
         self._listener: socket.socket | None = listener
         self._signer = signer
         self._selector = selector
         self._admit = admit
         self._is_expected = is_expected
-        # In the order of their arrival.
         self._visitors: dict[_Visitor, None] = {}
         self._most_visitors = max(64, 2 * size)
         self._accepts_again_at_s: float | None = None

@@ -3,9 +3,9 @@ Rank 0's end of the connections to all ranks: passes their messages to the negot
 
     rank ── OperationRequest, HasJoined, Busy, … ──► Coordinator ── Go, No, AllJoined, RankLeft, … ──► rank
 
-`control.control_client` makes it on rank 0. The rules are in `negotiation`. It also decides rounds of votes (see
-`control.voting`). `calls.messages` has all messages. The connection authenticates the sender; what it says is checked
-nevertheless, so that a rank with another version or with broken memory loses only its own connection.
+The rules are in `negotiation`. It also decides rounds of votes (see `control.voting`). The connection authenticates the
+sender; what it says is checked nevertheless, so that a rank with another version or with broken memory loses only its
+own connection.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ from ..signing import Signer
 from .acceptor import Acceptor
 from .negotiation import Negotiation
 from .scene import BlockedThread
-from .stall import StallRules
 from .stragglers import StragglerWatch
 
 # Interval between calls of `Negotiation.tick` while something can time out.
@@ -69,20 +68,16 @@ class Coordinator:
     def __init__(
         self,
         negotiation: Negotiation,
-        size: int,
-        rules: StallRules,
         stragglers: StragglerWatch,
         listener: socket.socket | None = None,
         signer: Signer | None = None,
     ) -> None:
-        """``listener`` is the socket where the other ranks connect and prove that they have ``signer``'s key.
-
-        ``rules`` are sent to all ranks, so that each can detect on its own that rank 0 does not answer.
-        """
+        """``listener`` is where the other ranks connect and prove that they have ``signer``'s key."""
         self._negotiation = negotiation
         self._stragglers = stragglers
-        # Sealing a message for each rank takes time that grows with the square of the number of ranks: these are sent
-        # to all ranks so rarely that it takes about a thousandth of rank 0's time. Rank 0 itself gets all of them.
+        # Sealing these for each rank takes time that grows with the square of the number of ranks: all get them so
+        # rarely that it takes about a thousandth of rank 0's time.
+        size, rules = len(negotiation.scene.hosts), negotiation.stall.rules
         self._paces_interval_s = _PACES_S * max(1.0, (size / _PACES_SIZE) ** 2)
         self._paces_sent_at_s = -math.inf
         # Guards the negotiation and rank 0's words on the board: the thread of rank 0 that votes decides rounds.
@@ -125,10 +120,9 @@ class Coordinator:
             board.decide(go=False)
 
     def decide_round(self, number: int, ask: OperationRequest | None) -> None:
-        """Decides a round in which all ranks have voted: a go if the votes agree and nothing is unsettled.
+        """Decides a round in which all ranks have voted, on the thread of rank 0 that has: a go if the votes agree.
 
-        The thread of rank 0 that has voted calls it. ``ask`` is None if the votes came with data: then there is nothing
-        to wait for after a go.
+        ``ask`` is None if the votes came with data: then there is nothing to wait for after a go.
         """
         with self._lock:
             board, negotiation = self._board, self._negotiation
@@ -156,10 +150,7 @@ class Coordinator:
                 board.decide(go=False)
 
     def close(self, *, has_lost_rank: bool = False) -> None:
-        """Sends all ranks `Over`, closes the connections, and waits until the thread has ended.
-
-        ``has_lost_rank``: rank 0 ends because it has lost another, of which the others may not have heard.
-        """
+        """Sends all ranks `Over`, and waits until the thread has ended; ``has_lost_rank`` is why, if it is."""
         self._has_lost_rank = has_lost_rank
         # Not by closing it alone: a forked child, such as that of a DataLoader, has a copy. It may be closed already.
         with contextlib.suppress(OSError):
@@ -232,7 +223,7 @@ class Coordinator:
                         self._compare_paces(rank, reading, now_s)
                     case _:
                         handle_message(self._negotiation, rank, message, now_s)
-        except (FrameError, MessageError) as error:
+        except (FrameError, MessageError, RecursionError) as error:
             log.warning("rank 0 closes its connection to rank %d, which sent an invalid message: %s", rank, error)
             self._drop(rank, now_s)
         except (OSError, EOFError):

@@ -4,9 +4,8 @@ Decides on rank 0 which operations begin, which are refused, and when deadlocked
     ask (rank, operation) ── all members have requested the same ── go, to all of them in one order
                              they differ, wait for each other, or one has ended ── no, to all of them, with one text
 
-Rank 0 has the one `Negotiation` of a job, like Horovod's coordinator. `coordinator` receives the ranks' messages, calls
-this class, and sends the answers from `outbox` in order. There is no connection, thread or clock here: `coordinator`
-passes the time to `tick`, which applies the rules of `deadlocks` and `stall`.
+`coordinator` receives the ranks' messages, calls this class, and sends the answers from `outbox` in order. There is no
+connection, thread or clock here: `tick` gets the time, and applies the rules of `deadlocks` and `stall`.
 """
 
 from __future__ import annotations
@@ -57,19 +56,16 @@ class Negotiation:
         self.stall = StallWatch(self.scene, stall, self.joined_steps)
         self._deadlocks = Deadlocks(self.scene)
         self._endings = Endings()
-        # The message about the first end, as sent to the other ranks.
-        self.first_left: RankLeft | None = None
+        self.first_left: RankLeft | None = None  # as sent to the other ranks
         self._ids = itertools.count()
-        # Operations whose refusal some ranks have not received.
+        # Operations whose refusal some ranks have not received, and such as ranks have requested with different values.
         self._refused: dict[Id, Pending] = {}
-        # The pending operations that ranks have requested with different values.
         self._differing: dict[Id, Pending] = {}
         self._queues: dict[tuple[int, str, str | None], PairingQueue] = {}
         # Keys (`OperationRequest.pairs_with`) of operations that different threads have called on different ranks.
         self._contested: set[tuple[int, str, str | None]] = set()
         self._id_of: dict[tuple[int, int], Id] = {}  # by rank and ticket
-        # By group label, the number of its last operation that has failed on a rank.
-        self._failed: dict[str, int] = {}
+        self._failed: dict[str, int] = {}  # by group label, the last operation that has failed on a rank
 
     @property
     def is_settled(self) -> bool:
@@ -79,7 +75,6 @@ class Negotiation:
 
     @property
     def needs_ticks(self) -> bool:
-        """Whether time alone can change something."""
         return bool(self.scene.pending or self.scene.joined or self.scene.busy) or not self._endings.is_idle
 
     @property
@@ -125,10 +120,7 @@ class Negotiation:
         return (rank, ticket) in self._id_of
 
     def missing(self, rank: int) -> StillHere:
-        """Returns the ranks that hold ``rank`` up.
-
-        Only the oldest operations are covered.
-        """
+        """Returns the ranks that hold ``rank`` up, in the oldest operations alone."""
         told: list[MissingRanks] = []
         for pending in itertools.islice(self.scene.pending.values(), MOST_NAMED):
             if rank in pending.asks and (absent := pending.absent(self.scene.joined)):
@@ -150,25 +142,12 @@ class Negotiation:
         is_stuck: bool,
         begun: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Notes what ``rank`` has been blocked in for a while; an empty sequence if nothing.
-
-        ``is_stuck`` is whether all its threads are blocked in these waits, so that it does nothing until one ends;
-        ``begun`` is as in `wait`.
-        """
+        """Notes what ``rank`` has been blocked in for a while; see `Scene`."""
         self.scene.begun[rank] = begun
         self.scene.set_busy(rank, blocked, is_stuck=is_stuck)
 
-    def join(
-        self,
-        rank: int,
-        average_of_active: bool,
-        now_s: float,
-        living: Iterable[LivingOptimizers] = (),
-    ) -> None:
-        """Lets ``rank`` take part in all-reduces with nothing to give, until all ranks have joined.
-
-        ``living`` are its living optimizers, by process set, each with all members of the set.
-        """
+    def join(self, rank: int, average_of_active: bool, now_s: float, living: Iterable[LivingOptimizers] = ()) -> None:
+        """Lets ``rank`` take part in all-reduces with nothing to give, until all ranks have joined."""
         scene = self.scene
         others = {each.average_of_active for each in scene.joined.values()} - {average_of_active}
         scene.joined[rank] = Joined(average_of_active, now_s)
@@ -186,10 +165,7 @@ class Negotiation:
         self._consider_all(now_s)
 
     def failed(self, rank: int, label: str, number: int, words: str) -> None:
-        """Tells the other ranks that an operation has failed on ``rank``, unless it has failed on another before.
-
-        ``label`` is its group's, and ``number`` counts that group's operations.
-        """
+        """Tells the others that this operation of a group has failed on ``rank``, unless it has on another before."""
         if number > self._failed.get(label, 0):
             self._failed[label] = number
             others = [each for each in self.scene.everybody if each != rank and each not in self.scene.ended]
@@ -210,8 +186,7 @@ class Negotiation:
     def _report_end(self, rank: int, ended_normally: bool, now_s: float) -> None:
         scene, left = self.scene, RankLeft(rank, ended_normally)
         if self.first_left is None:
-            # A rank that waits in an engine, for a bucket, learns from the engine only that some rank has ended; this
-            # says which.
+            # From an engine a rank learns only that some rank has ended; this says which.
             self.first_left = left
             # Rank 0 last: this may make it end, and then the others would not receive it.
             self.outbox += [(other, left) for other in [*range(1, len(scene.hosts)), 0] if other != rank]
@@ -292,8 +267,7 @@ class Negotiation:
             return True
         callers = pending.callers().values()
         if is_contested:
-            # Some threads may have ended with that error, and those that remain may differ between ranks: compare full
-            # names.
+            # Some threads may have ended with that error, and those that remain may differ between ranks.
             return len({caller.name for caller in callers}) == 1
         return all(one.may_be(another) for one, another in itertools.combinations(dict.fromkeys(callers), 2))
 
@@ -308,16 +282,12 @@ class Negotiation:
             if rank in asks:
                 self.outbox.append((rank, Go(asks[rank].ticket, owns, divisor)))
             else:
-                # A rank that has joined made no request, so it gets the operation's description.
                 told = GoAsStandIn(first.set_id, owns, divisor, first.kind, first.what, first.same)
                 self.outbox.append((rank, told))
         self._forget(pending)
 
     def _refuse(self, pendings: list[Pending], kind: str, words: str) -> None:
-        """Refuses all of them together: a rank that receives this for one operation needs no refusal of the others.
-
-        ``kind`` is the name of the error's class.
-        """
+        """Refuses all of them together: a rank that receives this for one needs no refusal of the others."""
         refusal = Refusal(kind, words, pendings)
         for pending in pendings:
             pending.refusal = refusal

@@ -1,7 +1,14 @@
 """
-`Scene`: what rank 0 knows of all ranks. `Pending`: an operation that some of them have requested, and others have not.
+`Scene`: what rank 0 knows of all ranks. `Pending`: an operation that some have requested. `Endings`, `JoinedSteps`.
 
-`negotiation` writes it; `deadlocks` and `stall` read it.
+    lost (rank)  ── an error there was caused by another rank's end; it is likely to end too
+    ended (rank) ── reported at once if it had not sent "lost"; else once the first end is known, or after HELD_S
+    a rank joins, and lists its living optimizers ── the set's other ranks pin and list theirs ── sit_out, to joined
+
+`negotiation` writes it; `deadlocks` and `stall` read it. A rank that ends without having reported a loss was the first,
+in whatever order the ends of several ranks are noticed. Joined ranks sit out the steps of optimizers that are alive on
+all ranks of their set: with others no rank can step any more. The lists stay valid until the join ends: each rank keeps
+what it has reported, and no optimizer can be made on a set while one of its ranks has joined.
 """
 
 from __future__ import annotations
@@ -20,10 +27,7 @@ Id = int
 
 @dataclass(slots=True)
 class Refusal:
-    """The refusal of one or several operations; ``kind`` is the name of the error's class.
-
-    ``covers`` are these operations, and ``sent_to`` the ranks that have received the refusal.
-    """
+    """The refusal of one or several operations; ``kind`` is the error's class, ``sent_to`` who has received it."""
 
     kind: str
     words: str
@@ -33,10 +37,7 @@ class Refusal:
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """An operation since its first request; times are seconds of whatever clock the caller uses.
-
-    ``index`` is its index in its `PairingQueue`.
-    """
+    """An operation since its first request; ``index`` is its index in its `PairingQueue`."""
 
     id_: Id
     first: OperationRequest
@@ -60,7 +61,6 @@ class Pending:
         return rank not in self.asks and (self.refusal is None or rank not in self.refusal.sent_to)
 
     def callers(self) -> dict[int, CallingThread]:
-        """The calling thread of each rank that gave no name, by rank."""
         return {rank: ask.caller for rank, ask in self.asks.items() if ask.caller is not None}
 
     def missing(self, joined: Collection[int]) -> set[int]:
@@ -79,7 +79,7 @@ class PairingQueue:
     """A queue of pending operations with one name and kind; a rank's next request is for the first that waits for it.
 
     An operation that has stopped waiting for a rank never waits for it again. So the search for a rank's next request
-    starts at a position kept for that rank, and examines no entry twice.
+    examines no entry twice.
     """
 
     __slots__ = ("_at", "_end", "_first", "_next_index_of")
@@ -103,7 +103,6 @@ class PairingQueue:
         return pending
 
     def add(self, id_: Id, first: OperationRequest, rank: int, since_s: float) -> Pending:
-        """Appends an operation that this rank is the first to request."""
         pending = Pending(id_, first, since_s, self._end)
         self._at[self._end] = pending
         self._end += 1
@@ -120,10 +119,7 @@ class PairingQueue:
 
 @dataclass(frozen=True, slots=True)
 class BlockedThread:
-    """One wait of a rank's thread: in an operation that is running, or in something else such as a bucket.
-
-    ``collective`` is its group's label, its number in that group, and the ranks that take part.
-    """
+    """One wait of a rank's thread; ``collective``: its group's label, its number there, and its members."""
 
     what: str
     since_s: float
@@ -145,14 +141,12 @@ class Scene:
     ``pending`` are the operations that some ranks have requested and others have not, in the order of the requests. The
     others are by rank:
 
-    - ``pids``: its process id on its host.
     - ``waiting``: the pending operations that it is blocked in. A blocked rank sends no other request.
     - ``busy``: everything else that it is blocked in, the longest wait first; ``stuck``: the blocked ranks in which no
       thread can request anything until a wait ends.
     - ``begun``: how many collectives of each group it had begun when it was last blocked.
     - ``under_way``: the operations that have begun there and are not reported as ended; ``over_count``: how many are.
-    - ``joined``: those that have, in their order.
-    - ``ended``: those that have, the first one first: whether normally, and not by a crash.
+    - ``joined``, ``ended``: those that have, in their order; ``ended`` says whether normally, and not by a crash.
     """
 
     hosts: Sequence[str]
@@ -172,7 +166,6 @@ class Scene:
         self.everybody = tuple(range(len(self.hosts)))
 
     def set_busy(self, rank: int, blocked: Sequence[BlockedThread], *, is_stuck: bool) -> None:
-        """Notes what ``rank`` is blocked in; an empty sequence if nothing."""
         if blocked:
             self.busy[rank] = sorted(blocked, key=lambda each: each.since_s)
         else:
@@ -203,17 +196,13 @@ class Endings:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no end is held back, so that time alone changes nothing."""
         return not self._held
 
     def lost(self, rank: int) -> None:
         self._lost_another.add(rank)
 
     def ended(self, rank: int, ended_normally: bool, now_s: float) -> list[End]:
-        """Notes that ``rank`` has ended; returns the ends to report now.
-
-        ``ended_normally`` is False if it crashed.
-        """
+        """Notes that ``rank`` has ended; returns the ends to report now."""
         if rank in self._lost_another and not self._first_is_told:
             self._held.setdefault(rank, (ended_normally, now_s))
             return []
@@ -221,7 +210,6 @@ class Endings:
         return [(rank, ended_normally), *self._release(now_s, 0.0)]
 
     def due(self, now_s: float) -> list[End]:
-        """Returns the ends that have been held back long enough."""
         return self._release(now_s, HELD_S)
 
     def _release(self, now_s: float, least_s: float) -> list[End]:
@@ -240,7 +228,6 @@ class _Sitting:
 
     @property
     def is_known(self) -> bool:
-        """Whether all members have reported their living optimizers."""
         return self.living.keys() >= self.members
 
     @property
@@ -253,7 +240,7 @@ class JoinedSteps:
 
     def __init__(self, send: Callable[[int, Pin | Unpin | SitOutSteps], None]) -> None:
         self._send = send
-        # The number of the join, so that a late answer is not taken for one of the next join.
+        # So that a late answer is not taken for one of the next join.
         self._join = 0
         self._by_set: dict[int, _Sitting] = {}
         self._asked: set[int] = set()
@@ -279,7 +266,6 @@ class JoinedSteps:
                 self._hear(sitting, set_id, rank, each.numbers)
 
     def pinned(self, rank: int, answer: Pinned) -> None:
-        """Notes the answer of ``rank`` to `Pin`: these optimizers are alive there."""
         sitting = self._by_set.get(answer.set_id)
         if answer.join == self._join and sitting is not None and rank in sitting.members and not sitting.is_known:
             self._hear(sitting, answer.set_id, rank, answer.numbers)

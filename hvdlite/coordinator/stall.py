@@ -3,7 +3,6 @@ Finds stalled ranks: decides, by the times of `environment`, when to warn about 
 
     what rank 0 knows of all ranks, a `Scene` ── look ── `Stalls`: warnings, ends, ranks to ask where their program is
 
-`negotiation` calls it. Like that module it uses no connection, thread or clock: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from .scene import JoinedSteps, Pending, Scene
 # A rank that waits for others sends a message about twice a second. After this long without one it counts as silent.
 SILENT_S = 5.0
 
-# This many seconds before a warning is due (half its limit, if that is shorter), and again at this interval, rank 0
-# asks the ranks for the lines that their programs are at.
+# So long before a warning is due (or half its limit), and again at this interval, ranks tell where their programs are.
 ASKED_S = 6.0
 
 JOIN = "hvd.join()"
@@ -32,10 +30,7 @@ CAUSES_OF_SILENCE = (
 
 @dataclass(frozen=True, slots=True)
 class StallRules:
-    """The times after which a wait leads to a warning, and after which it is ended; in seconds, None for never.
-
-    ``timeout_s`` ends the wait for an operation. Other waits are in an engine, which has its own timeout.
-    """
+    """After how many seconds a wait leads to a warning, and is ended (``timeout_s``: of an operation). None: never."""
 
     warn_after_s: float | None = None
     end_after_s: float | None = None
@@ -43,7 +38,6 @@ class StallRules:
 
     @property
     def way_out(self) -> str:
-        """The user's options about a wait, as a sentence for the warning."""
         if self.end_after_s is None:
             return "To end the job after such a wait, set HVDLITE_STALL_SHUTDOWN_S to its length in seconds"
         return f"After {self.end_after_s:g} s (HVDLITE_STALL_SHUTDOWN_S) the job is ended"
@@ -51,11 +45,7 @@ class StallRules:
 
 @dataclass(slots=True)
 class Stalls:
-    """What is to be done about stalled ranks.
-
-    ``refused`` are operations to refuse, each with its message. ``ended`` are ranks whose processes end, because of
-    ``why_ended``. ``why_no_join`` ends the join. ``to_ask`` are the ranks to ask where their programs are.
-    """
+    """What is to be done about stalled ranks, in messages and ranks; ``to_ask`` where their programs are."""
 
     warnings: list[str] = field(default_factory=list)
     refused: list[tuple[Pending, str]] = field(default_factory=list)
@@ -69,27 +59,24 @@ class StallWatch:
     """Looks for waits that have become too long."""
 
     def __init__(self, scene: Scene, rules: StallRules, joined_steps: JoinedSteps) -> None:
-        """``joined_steps`` knows whether joined ranks take part in steps of the others' optimizers."""
         self._scene = scene
         self._size = len(scene.hosts)
-        self._rules = rules
+        self.rules = rules
         self._joined_steps = joined_steps
         self._heard_at_s: dict[int, float] = {}
         # Where the ranks' programs are; when the ranks were last asked, and since when each has not answered.
         self._lines: dict[int, str] = {}
         self._asked_where_at_s: float | None = None
         self._unanswered_since_s: dict[int, float] = {}
-        # When some rank last requested an operation, and when the ranks that had joined went on.
-        self.asked_at_s = 0.0
+        self.asked_at_s = 0.0  # when some rank last requested an operation
         self.join_ended_at_s = 0.0
-        # By kind of stall: the time of the last warning.
+        self._warned_at_s: dict[str, float] = {}  # by kind of stall
         self._warned_at_s: dict[str, float] = {}
 
     def heard(self, rank: int, now_s: float) -> None:
         self._heard_at_s[rank] = now_s
 
     def program_line(self, rank: int, line: str) -> None:
-        """Notes where the program of ``rank`` is, as the rank answered."""
         self._unanswered_since_s.pop(rank, None)
         if self._asked_where_at_s is not None:
             self._lines[rank] = line
@@ -107,25 +94,21 @@ class StallWatch:
 
     def _find_operations(self, stalls: Stalls, now_s: float) -> None:
         pending = self._scene.pending.values()
-        end_s = min((s for s in (self._rules.end_after_s, self._rules.timeout_s) if s is not None), default=None)
+        end_s = min((s for s in (self.rules.end_after_s, self.rules.timeout_s) if s is not None), default=None)
         # They are in the order of their age.
         for each in pending:
             if not _is_over(now_s - each.since_s, end_s):
                 break
             stalls.refused.append((each, self._words(each, now_s)))
         oldest = next(islice(pending, len(stalls.refused), None), None)
-        limit_s = self._rules.warn_after_s
+        limit_s = self.rules.warn_after_s
         if oldest is None or not _is_over(now_s - oldest.since_s, limit_s):
             if not stalls.refused:
                 self._warned_at_s.pop("operations", None)
         elif self._is_due("operations", now_s):
-            others = []
-            for each in islice(pending, len(stalls.refused) + 1, None):
-                if not _is_over(now_s - each.since_s, limit_s):
-                    break
-                others.append(each)
-            words = self._words(oldest, now_s) + self._words_of_others(others, oldest)
-            stalls.warnings.append(f"{words}. {self._rules.way_out}")
+            count = sum(_is_over(now_s - each.since_s, limit_s) for each in pending) - len(stalls.refused) - 1
+            more = f". {count} more operation{'' if count == 1 else 's'} waiting too long" if count else ""
+            stalls.warnings.append(f"{self._words(oldest, now_s)}{more}. {self.rules.way_out}")
 
     def _words(self, pending: Pending, now_s: float) -> str:
         first = pending.first
@@ -135,41 +118,27 @@ class StallWatch:
             f"{self._name(sorted(pending.asks))} called it; missing: {missing}"
         )
 
-    def _words_of_others(self, others: Sequence[Pending], oldest: Pending) -> str:
-        if not others:
-            return ""
-        usual = oldest.missing(self._scene.joined)
-        shown = []
-        for pending in others[: MOST_NAMED - 1]:
-            missing = pending.missing(self._scene.joined)
-            shown.append(pending.first.what)
-            if missing != usual:
-                shown[-1] += f" (missing: {self._name(sorted(missing))})"
-        count = f"{len(others)} more operations have" if len(others) > 1 else "1 more operation has"
-        return f". {count} been waiting too long: {list_names(shown, len(others))}"
-
     # -- everything else that ranks are blocked in, for example in `step()`
 
     def _find_busy_ranks(self, stalls: Stalls, now_s: float) -> None:
         # A silent rank is not counted as waiting: it is what the others wait for.
         since_s = {rank: self._since_s(rank) for rank in sorted(self._scene.busy) if not self._is_silent(rank, now_s)}
-        over = [rank for rank in since_s if _is_over(now_s - since_s[rank], self._rules.warn_after_s)]
+        over = [rank for rank in since_s if _is_over(now_s - since_s[rank], self.rules.warn_after_s)]
         if not over:
             self._warned_at_s.pop("elsewhere", None)
             return
         first = min(over, key=lambda rank: since_s[rank])
         waited_s = now_s - since_s[first]
         if self._warns("elsewhere", stalls, waited_s, lambda: self._words_of_busy(first, waited_s, now_s), now_s):
-            stalls.ended, stalls.why_ended = over, self._words_of_busy(first, waited_s, now_s)
             # The one text is the reason too.
+            stalls.ended, stalls.why_ended = over, self._words_of_busy(first, waited_s, now_s)
             stalls.warnings.append(stalls.why_ended)
 
     def _since_s(self, rank: int) -> float:
         """The time from which a blocked rank's wait counts: later than its start if others were active since."""
         # The rank's report may date from before the join ended.
         since_s = max(self._scene.busy[rank][0].since_s, self.join_ended_at_s)
-        # A rank that has joined waits in the bucket of the others' next step. They may be busy with other operations,
-        # so its wait counts from the last request of any rank.
+        # A rank that has joined waits for the others' next step; they may be busy with other operations.
         return max(since_s, self.asked_at_s) if rank in self._scene.joined else since_s
 
     def _words_of_busy(self, first: int, waited_s: float, now_s: float) -> str:
@@ -197,8 +166,7 @@ class StallWatch:
     # -- ranks that have joined while the others do nothing at all
 
     def _find_joined_ranks(self, stalls: Stalls, now_s: float) -> None:
-        # Ranks that have joined wait as long as the others have work. Ranks that request nothing have no work, unless
-        # they take steps: then the joined ranks report that they wait in the steps' buckets.
+        # Those that request nothing have no work, unless they take steps: then joined ranks wait in the steps' buckets.
         scene = self._scene
         if not scene.joined or scene.busy or scene.pending or self._joined_steps.has_any:
             self._warned_at_s.pop("join", None)
@@ -224,7 +192,7 @@ class StallWatch:
 
     def _to_ask(self, now_s: float) -> Sequence[int]:
         """The ranks to ask where their programs are: all of them, now and then while a warning is about to be due."""
-        limits_s = [self._rules.warn_after_s, self._rules.end_after_s, self._rules.timeout_s]
+        limits_s = [self.rules.warn_after_s, self.rules.end_after_s, self.rules.timeout_s]
         limit_s = min((each for each in limits_s if each is not None), default=None)
         if limit_s is None:
             return ()
@@ -276,7 +244,6 @@ class StallWatch:
         return self._silent_s(rank, now_s) >= SILENT_S
 
     def _silent_s(self, rank: int, now_s: float) -> float:
-        """The seconds without a message from a rank that should have sent one."""
         scene = self._scene
         # A rank that waits for nothing sends nothing, except while others wait for it to join.
         if rank in scene.busy or scene.under_way.get(rank) or scene.waiting.get(rank) or scene.joined:
@@ -293,15 +260,15 @@ class StallWatch:
 
     def _warns(self, kind: str, stalls: Stalls, waited_s: float, words: Callable[[], str], now_s: float) -> bool:
         """Adds a warning if it is time for one; returns whether the wait is to be ended instead."""
-        if _is_over(waited_s, self._rules.end_after_s):
+        if _is_over(waited_s, self.rules.end_after_s):
             return True
-        if _is_over(waited_s, self._rules.warn_after_s) and self._is_due(kind, now_s):
-            stalls.warnings.append(f"{words()}. {self._rules.way_out}")
+        if _is_over(waited_s, self.rules.warn_after_s) and self._is_due(kind, now_s):
+            stalls.warnings.append(f"{words()}. {self.rules.way_out}")
         return False
 
     def _is_due(self, kind: str, now_s: float) -> bool:
-        """Whether to warn of this kind of stall now: at most once per ``warn_after_s``. Notes the warning if so."""
-        if kind in self._warned_at_s and not _is_over(now_s - self._warned_at_s[kind], self._rules.warn_after_s):
+        """Whether to warn of this kind of stall now, at most once per ``warn_after_s``; notes the warning if so."""
+        if kind in self._warned_at_s and not _is_over(now_s - self._warned_at_s[kind], self.rules.warn_after_s):
             return False
         self._warned_at_s[kind] = now_s
         return True

@@ -3,7 +3,6 @@ Finds the ranks that hold up the others, from the readings of all ranks' step cl
 
     readings of all ranks, of the same step ── a minute of them ── seconds per step by phase ── costs, scores, lines
 
-`coordinator` calls `StragglerWatch` on rank 0. It uses no connection, thread or clock: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -17,28 +16,19 @@ from itertools import pairwise
 
 from ..comm.step_clock import Phase, RankPace, Reading
 
-# How long a rank must have held up the others before a line names it; also the time that a `RankPace` is about.
-WINDOW_S = 60.0
-
-# The shortest time after which a rank's seconds per step count as its own best.
-_BEST_S = 10.0
-
-# A line about the same rank is repeated after this time; about the same rank in another phase, after `WINDOW_S`.
-_AGAIN_S = 600.0
-
-# Fewer looks at the program than this do not tell its forward from its data.
-_LOOKS = 5
-
-# The most readings of a rank that are kept; the minute is thinned out if there are more.
-_MOST_READINGS = 256
+WINDOW_S = 60.0  # how long a rank must have held up the others before a line names it; a `RankPace` is about this time
+_BEST_S = 10.0  # the shortest time after which a rank's seconds per step count as its own best
+_AGAIN_S = 600.0  # after this a line about the same rank is repeated; about another phase of it, after `WINDOW_S`
+_LOOKS = 5  # fewer looks at the program do not tell its forward from its data
+_MOST_READINGS = 256  # of a rank that are kept; the minute is thinned out if there are more
 
 DATA, FORWARD, DATA_AND_FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "data and forward", "backward", "optimizer"
 
 
 def paces_between(older: Mapping[int, Reading], newer: Mapping[int, Reading], hosts: Sequence[str]) -> list[RankPace]:
-    """Compares the ranks over the steps between two readings of each, without those that sat out any of them.
+    """Compares the ranks, with an `own_score` of 1, over the steps between two readings of each.
 
-    Empty if that leaves fewer than two. `own_score` is 1.
+    Without those that sat out any of them; empty if that leaves fewer than two.
     """
     deltas = {
         rank: _Delta.between(older[rank], newer[rank])
@@ -145,7 +135,7 @@ class _Company:
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = hosts
         # By rank and step: readings of steps that not all ranks have read yet.
-        self._by_rank: dict[int, dict[int, Reading]] = {}
+        self.by_rank: dict[int, dict[int, Reading]] = {}
         # Those of one step, of all ranks, and when the last arrived; the oldest is `WINDOW_S` old or a little more.
         self._common: deque[tuple[float, dict[int, Reading]]] = deque()
         self._best_s: dict[int, float] = {}
@@ -153,31 +143,26 @@ class _Company:
 
     @property
     def covered_s(self) -> float:
-        """The time that `paces` are about."""
         return self._common[-1][0] - self._common[0][0] if self._common else 0.0
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._by_rank
 
     def remove(self, rank: int) -> None:
         """Forgets a rank that steps with others from now on."""
-        if self._by_rank.pop(rank, None) is not None:
+        if self.by_rank.pop(rank, None) is not None:
             self._common.clear()
             self.paces = []
 
     def add(self, rank: int, reading: Reading, now_s: float) -> bool:
         """Adds a reading; returns whether `paces` is new."""
-        if rank not in self._by_rank:
+        if rank not in self.by_rank:
             self._common.clear()
-        readings, step = self._by_rank.setdefault(rank, {}), reading.steps
+        readings, step = self.by_rank.setdefault(rank, {}), reading.steps
         readings[step] = reading
         if len(readings) > _MOST_READINGS:
             del readings[min(readings)]
-        if len(self._by_rank) < 2 or not all(step in each for each in self._by_rank.values()):
+        if len(self.by_rank) < 2 or not all(step in each for each in self.by_rank.values()):
             return False
-        newest = {other: each[step] for other, each in self._by_rank.items()}
-        for each in self._by_rank.values():
+        newest = {other: each[step] for other, each in self.by_rank.items()}
+        for each in self.by_rank.values():
             for older in [number for number in each if number <= step]:
                 del each[older]
         self._common.append((now_s, newest))
@@ -212,7 +197,7 @@ class StragglerWatch:
     def __init__(
         self, hosts: Sequence[str], threshold: float | None, time_of_day: Callable[[], float] = time.time
     ) -> None:
-        """``hosts`` are those of all ranks. ``threshold``: lines are about a larger `RankPace.cost`; None: no lines."""
+        """``threshold``: lines are about a larger `RankPace.cost`; None: no lines."""
         self._hosts = hosts
         self._threshold = threshold
         self._time_of_day = time_of_day
@@ -226,7 +211,7 @@ class StragglerWatch:
         for set_id, company in list(self._companies.items()):
             if set_id != reading.set_id:
                 company.remove(rank)
-                if company.is_empty:
+                if not company.by_rank:
                     del self._companies[set_id]
         company = self._companies.setdefault(reading.set_id, _Company(self._hosts))
         is_new = company.add(rank, reading, now_s)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from hvdlite_wire.job_contract import JOB_DIR, WORKER, Note, note_file
 from torch.optim import Optimizer
 
-from ..calls.handle import next_number
+from ..calls.handle import Handle
 from ..errors import CommunicationError, says_peer_lost
 from ..log import log
 
@@ -130,7 +130,7 @@ class Exchanged:
         self.has_met = bool(self.has_met)
         # The program may have used its own group before.
         uses = _UNUSED if is_adopted else _uses_of_default_group()
-        self._begun_at = None if self.has_met else (next_number(), uses)
+        self._begun_at = None if self.has_met else (int(Handle("")), uses)
 
     def end(self) -> None:
         """Counts no longer; to be called before anything is closed."""
@@ -139,7 +139,7 @@ class Exchanged:
         (number, uses), self._begun_at = self._begun_at, None
         # One more than the last number, if no operation has taken any.
         now = _uses_of_default_group()
-        self.has_met = next_number() > number + 1 or now is None or now != uses
+        self.has_met = int(Handle("")) > number + 1 or now is None or now != uses
 
     def warn_at_end(self) -> None:
         """Warns, on rank 0, if the process has trained and exchanged nothing. Not where its program has failed."""

@@ -208,7 +208,7 @@ class TwoRanks:
         segment, rules = Segment(), StallRules()
         blocks = [ControlBlock(segment.allocate(CONTROL_BLOCK_BYTES)) for _ in range(2)]
         self.boards = [Board(rank, blocks) for rank in range(2)]
-        self.coordinator = Coordinator(Negotiation(["here"] * 2, rules), 2, rules, StragglerWatch(["here"] * 2, None))
+        self.coordinator = Coordinator(Negotiation(["here"] * 2, rules), StragglerWatch(["here"] * 2, None))
         self.ends = [mailbox_pair(Signer(b"two")) for _ in range(2)]
         for rank, (_, other_end) in enumerate(self.ends):
             self.coordinator.add(rank, other_end)
@@ -444,7 +444,7 @@ def test_in_any_order_of_turns_all_ranks_carry_out_the_same_in_one_order_and_non
     segment = Segment()
     blocks = [ControlBlock(segment.allocate(CONTROL_BLOCK_BYTES)) for _ in range(size)]
     rules = StallRules()
-    coordinator = Coordinator(Negotiation(["here"] * size, rules), size, rules, StragglerWatch(["here"] * size, None))
+    coordinator = Coordinator(Negotiation(["here"] * size, rules), StragglerWatch(["here"] * size, None))
     ends = [mailbox_pair(Signer(b"turns")) for _ in range(size)]
     for rank, (_, other_end) in enumerate(ends):
         coordinator.add(rank, other_end)

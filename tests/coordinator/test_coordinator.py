@@ -33,10 +33,8 @@ class Ranks:
     """The ranks' ends of connections to a running coordinator."""
 
     def __init__(self, size: int) -> None:
-        self.negotiation = Negotiation([f"node{rank}" for rank in range(size)], StallRules())
-        self.coordinator = Coordinator(
-            self.negotiation, size, StallRules(60.0, None), StragglerWatch(["here"] * size, None)
-        )
+        self.negotiation = Negotiation([f"node{rank}" for rank in range(size)], StallRules(60.0))
+        self.coordinator = Coordinator(self.negotiation, StragglerWatch(["here"] * size, None))
         self.sockets, self.ends, self.sessions = [], [], []
         for rank in range(size):
             ours, theirs = socket.socketpair()
