@@ -56,7 +56,7 @@ class Deadlocks:
         return [scene.pending[id_] for id_ in refused], self._words(stuck)
 
     def _not_begun(self, blocked: BlockedThread) -> set[int]:
-        """The members of that collective that had not begun it when they were last blocked, if they have sent counts."""
+        """The members of that collective that had not begun it when they were last blocked, where that is known."""
         if blocked.collective is None:
             return set()
         label, number, members = blocked.collective

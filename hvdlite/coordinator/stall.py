@@ -71,7 +71,6 @@ class StallWatch:
         self.asked_at_s = 0.0  # when some rank last requested an operation
         self.join_ended_at_s = 0.0
         self._warned_at_s: dict[str, float] = {}  # by kind of stall
-        self._warned_at_s: dict[str, float] = {}
 
     def heard(self, rank: int, now_s: float) -> None:
         self._heard_at_s[rank] = now_s

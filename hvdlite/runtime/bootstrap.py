@@ -52,19 +52,14 @@ from .make_world import InitCall, World, exchange_infos, make_world
 from .process_set import Registry
 from .survival import Retry
 
-# How long the ranks of an elastic job's generation may take to connect. All have called init when it is published.
-_GENERATION_LIMIT = timedelta(seconds=30)
-
-# How often the same ranks of an elastic job try to connect before the error is raised: as often as hvdlite-run lets
-# them (`elastic.hangs`), which gives up hosts that refuse connections.
-_TRIES = 5
+_GENERATION_LIMIT = timedelta(seconds=30)  # to connect; all ranks have called init when a generation is published
+_TRIES = 5  # of the same ranks, as often as hvdlite-run lets them (`elastic.hangs`): it gives up hosts that refuse
 
 
 def _connect_elastic(worker: ElasticWorker, call: InitCall) -> World:
     """Asks hvdlite-run for a rank in the next generation and connects to its ranks, until that succeeds.
 
-    If the ranks of a generation cannot connect, hvdlite-run publishes another one, without the rank that was lost. If
-    it consists of the same ranks, because none was lost, the error is raised in the end.
+    It publishes one without the rank that was lost; if it has the same ranks, the error is raised in the end.
     """
     process = call.process
     open_log(call.environment, f"worker {worker.number}")
@@ -140,7 +135,7 @@ def _connect_generation(
 
 @contextlib.contextmanager
 def _ended_with(worker: ElasticWorker, assignment: RankAssignment, connecting: Connecting) -> Iterator[None]:
-    """A context in which the ranks of a generation connect: that fails as soon as one of them is lost, or gives up."""
+    """A context in which the ranks of a generation connect: it fails as soon as one is lost, or gives up."""
     listener = KeyListener(
         StoreClient.from_url(worker.store_url),
         f"{assignment.prefix}/end",
@@ -155,19 +150,19 @@ def _ended_with(worker: ElasticWorker, assignment: RankAssignment, connecting: C
 
 
 def _stand_by(hosts: Sequence[str], worker: ElasticWorker, call: InitCall) -> World:
-    """Returns a world without other ranks, in which a new worker makes what its program needs to become a rank.
-
-    ``hosts`` are those of the ranks that there are.
-    """
+    """Returns a world without other ranks, which are on ``hosts``, where a new worker makes what its program needs."""
     call.process.has_stood_by = True
     # It takes the place of one that was lost, if not all others'.
     size = max(1, len(hosts))
     assignment = RankAssignment(0, size - 1, size, 1)
     placement = read_placement(os.environ, assignment)
     assert placement is not None, "it is a worker of hvdlite-run"
-    alone = placements_to_topology(0, [placement])
-    local_size = max(1, hosts.count(placement.host))
-    topology = replace(alone, rank=assignment.rank, size=size, local_size=local_size)
+    topology = replace(
+        placements_to_topology(0, [placement]),
+        rank=assignment.rank,
+        size=size,
+        local_size=max(1, hosts.count(placement.host)),
+    )
     generation = Generation()
     signer = Signer(os.urandom(32))
     group = Group(SingleRankFactory(), 0, 1, [placement.host], signer=signer, watch=generation.watch, label="standby")
@@ -190,22 +185,15 @@ def _stand_by(hosts: Sequence[str], worker: ElasticWorker, call: InitCall) -> Wo
 
 
 def _import_for_optimizers() -> None:
-    """Makes an optimizer, for which PyTorch imports some 800 modules.
-
-    That takes seconds, in which the other ranks of an elastic job would wait for a worker that joins them.
-    """
+    """Makes an optimizer: PyTorch's imports for it take seconds, in which the other ranks would wait for this one."""
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], lr=0.0)
 
 
 def _fault_question(store_url: str, worker: int) -> Callable[[int, int], bool]:
-    """Returns what asks hvdlite-run, through its store, whether a fault of ``--chaos`` may happen in this worker now.
-
-    The answer comes before the fault, so hvdlite-run's report has each of them.
-    """
+    """Returns what asks hvdlite-run, whose report has each fault of ``--chaos``, whether one may happen here now."""
     client, numbers = StoreClient.from_url(store_url), itertools.count()
 
     def may_begin(index: int, step: int) -> bool:
-        """Returns whether the fault at this place of HVDLITE_CHAOS may happen in this step; waits for the answer."""
         number = next(numbers)
         try:
             client.set({ask_key(worker): b"%d %d %d" % (number, index, step)})
@@ -224,9 +212,9 @@ _CANNOT_SURVIVE = (
 
 
 def enter(timeout: timedelta, environment: Environment, process: ProcessState) -> World:
-    """Connects to the other ranks and returns the world. Every rank must call it, and waits for all.
+    """Connects to the other ranks and returns the world; closes what it has opened if that fails.
 
-    If it fails, it closes what it has opened. ``process`` has the state kept from earlier worlds.
+    Every rank must call it, and waits for all. ``process`` has the state kept from earlier worlds.
     """
     try:
         with contextlib.ExitStack() as undo:
@@ -300,10 +288,7 @@ def _connect(placement: Placement, call: InitCall) -> World:
 
 
 def _adopt(call: InitCall) -> World:
-    """Makes a world of the ranks of the program's own default group, with process groups of its own.
-
-    Separate groups keep the program's collectives from mixing with hvdlite's.
-    """
+    """Makes a world of the program's own default group, with process groups of its own: collectives must not mix."""
     configured = str(dist.get_backend_config())
     # Keep the program's backend for CUDA tensors (with gloo, two ranks can share a GPU); CPU tensors need gloo.
     cuda = next((item.partition(":")[2] for item in configured.split(",") if item.startswith("cuda:")), None)

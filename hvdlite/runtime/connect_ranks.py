@@ -49,9 +49,8 @@ def connect_all(
 ) -> World:
     """Connects this rank to all others and returns their world. Every rank must call it, and waits for all.
 
-    ``client`` is hvdlite-run's store, or the one of a place that was given; None is for other launchers.
-    ``assignment`` and ``connecting`` are an elastic worker's; ``connecting`` ends the waits once one of the ranks is
-    lost. Raises `CommunicationError` if not all ranks come in time.
+    ``client`` is hvdlite-run's store, or the one of a place that was given. An elastic worker has an ``assignment``,
+    and a ``connecting`` that ends the waits once a rank is lost. A `CommunicationError` if not all ranks come in time.
     """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if assignment is not None:
@@ -125,8 +124,8 @@ def _open_store(
 ) -> tuple[Store, bytes | None]:
     """Returns the store that all ranks share, and the secret from the launcher's exchange, or None.
 
-    Each init at the same store has its own key prefix, so that an init after a shutdown does not read older keys. In an
-    elastic job it is that of the generation: a rank may have called init less often than others.
+    Each init at the same store has its own key prefix, not to read older keys; in an elastic job the generation's, as
+    ranks may have called init at different times.
     """
     # Imported where it is used, since a job under hvdlite-run does not need it.
     if placement.launcher is not None:
@@ -163,8 +162,7 @@ def _leave(client: StoreConnection | None, shut_down: Callable[[], None] = lambd
 class LauncherEnd:
     """Tells hvdlite-run whether this worker's init has started, is done or has failed.
 
-    By this hvdlite-run ends the job if ranks wait in init for a rank that never calls it. In an elastic job it gives
-    the worker a rank for it. ``name`` is the worker's in error messages.
+    By this hvdlite-run ends the job if ranks wait in init for one that never calls it, or gives elastic workers ranks.
     """
 
     client: StoreClient
@@ -172,10 +170,7 @@ class LauncherEnd:
     name: str
 
     def tell(self, what: StoreRequest, timeout: timedelta, generation: int | None = None, *further: bytes) -> None:
-        """``generation``: the last one in which a worker of an elastic job was given a rank, 0 if there is none.
-
-        ``further``: the worker's `NewWorkerPolicy` if that is not to welcome them, or its `Refusals`.
-        """
+        """``generation``: an elastic worker's last one, or 0; ``further``: its `NewWorkerPolicy`, or its `Refusals`."""
         numbers = [self.worker] if generation is None else [self.worker, generation]
         try:
             self.client.request(what, [*(b"%d" % each for each in numbers), *further], timeout.total_seconds())

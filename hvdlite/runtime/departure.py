@@ -1,8 +1,9 @@
 """
-The exit handler of a rank: ends the program without a hang or an abort, and with the program's own exit code.
+The end of a rank's program: without a hang or an abort, and with the program's own exit code.
 
-`world.end_of_program` calls `leave_at_exit` and passes the functions that close the connections. In an elastic job it
-then calls `hasten_end`, since the other ranks wait for the end of this process.
+`Exchanged` finds out whether this process has exchanged anything with other ranks. Ranks that train without each other
+end with a model each, and without an error. Under hvdlite-run each worker notes it at its end
+(`launcher.host.worker_hooks`), and hvdlite-run warns once. Under other launchers rank 0 does it here.
 """
 
 from __future__ import annotations
@@ -40,12 +41,11 @@ def leave_at_exit(
     first_end: tuple[int, bool] | None,
     advice: str,
 ) -> None:
-    """Closes the connections to the other ranks at the end of the program; ``size`` is the number of ranks.
+    """Calls ``leave``, which closes the connections to the other of ``size`` ranks, at the end of the program.
 
-    It calls ``leave``, which closes them. After an uncaught exception (except Ctrl-C) on one of several ranks it calls
-    ``save`` instead and ends the process at once. ``first_end``: the rank that has ended before this one, and
-    whether it did so without an error; None if none is known. ``advice`` is logged if this rank fails because it has
-    lost another.
+    After an uncaught exception (except Ctrl-C) on one of several ranks it calls ``save`` instead and ends the process
+    at once. ``first_end``: the rank that is known to have ended before this one, and whether without an error.
+    ``advice`` is logged if this rank fails because it has lost another.
     """
     # The interpreter stores the uncaught exception here before it runs exit handlers.
     error = getattr(sys, "last_value", None)
@@ -59,23 +59,22 @@ def leave_at_exit(
         _end_after(save)
     elif size > 1 and threading.current_thread() is threading.main_thread():
         _leave_note("left")
-        # Once the connections are closed, the other ranks fail and the launcher terminates what still runs. Ignore its
-        # signal: this process is ending anyway, and its exit code may be the one that explains the failure.
+        # Once the connections are closed, the other ranks fail and the launcher terminates what still runs. This
+        # process ends anyway, and its exit code may be the one that explains the failure.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Reference cycles, such as in a DistributedDataParallel, may keep the default group alive.
     gc.collect()
     leave()
     if size > 1:
-        # If something still keeps the group alive, gloo's threads run on. A thread that drops its last tensor while
-        # the interpreter shuts down aborts the process. Sleeping releases the GIL, so that it can drop it now.
+        # gloo's threads run on if something keeps the group alive. One that drops its last tensor while the interpreter
+        # shuts down aborts the process. Sleeping releases the GIL, so that it can drop it now.
         time.sleep(_LAST_TURN_S)
 
 
 def hasten_end() -> None:
     """Makes the interpreter end soon, which it does in half a second with PyTorch, and in 5 s on a busy machine.
 
-    Nearly all of that are garbage collections, of which nothing is left to do. Objects in reference cycles are not
-    finalised then, which Python does not promise; so files among these are written out here.
+    Nearly all of that are garbage collections. Without them, files in reference cycles are written out here.
     """
     for thing in gc.get_objects():
         if issubclass(type(thing), io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
@@ -87,8 +86,8 @@ def hasten_end() -> None:
 def _end_after(save: Callable[[], None]) -> NoReturn:
     """Calls ``save`` and ends this process at once, with the exit code of an uncaught exception.
 
-    Collectives may be running that will never end. Destroying their group would wait for them, and not destroying it
-    would abort the process when the interpreter shuts down. The other ranks notice that the connections are closed.
+    Collectives may be running that will never end: destroying their group would wait for them, and not destroying it
+    would abort the process when the interpreter shuts down.
     """
     save()
     for child in multiprocessing.active_children():
@@ -107,8 +106,7 @@ def _leave_note(what: Note) -> None:
         Path(note_file(directory, worker, what)).touch()
 
 
-# `_uses_of_default_group` once it is open.
-_UNUSED = 1
+_UNUSED = 1  # `_uses_of_default_group` once it is open
 
 
 class Exchanged:
@@ -122,14 +120,10 @@ class Exchanged:
         self._begun_at: tuple[int, int | None] | None = None
 
     def begin(self, rank: int, size: int, *, is_adopted: bool, warns: bool) -> None:
-        """Counts from now on, in a world of several ranks. ``is_adopted``: in the program's own default group.
-
-        ``warns``: `warn_at_end` may warn.
-        """
+        """Counts from now on, in a world of several ranks. ``is_adopted``: in the program's own default group."""
         self._size, self._warns = size, warns and rank == 0
         self.has_met = bool(self.has_met)
-        # The program may have used its own group before.
-        uses = _UNUSED if is_adopted else _uses_of_default_group()
+        uses = _UNUSED if is_adopted else _uses_of_default_group()  # the program may have used its own before
         self._begun_at = None if self.has_met else (int(Handle("")), uses)
 
     def end(self) -> None:
@@ -142,7 +136,7 @@ class Exchanged:
         self.has_met = int(Handle("")) > number + 1 or now is None or now != uses
 
     def warn_at_end(self) -> None:
-        """Warns, on rank 0, if the process has trained and exchanged nothing. Not where its program has failed."""
+        """Warns, where rank 0 may, if the process has trained and exchanged nothing, and has not failed."""
         has_failed = getattr(sys, "last_value", None) is not None
         if not self._warns or self.has_met or has_failed or not _has_trained():
             return
@@ -156,10 +150,7 @@ class Exchanged:
 
 
 def _uses_of_default_group() -> int | None:
-    """Returns a number that grows with each collective of the default process group, and each new group.
-
-    None if its backend, such as one that is not PyTorch's, does not count.
-    """
+    """Returns a number that grows with each collective of the default group, and each new group; None if unknown."""
     group = dist.group.WORLD
     if group is None:
         return 0

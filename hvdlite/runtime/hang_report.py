@@ -7,10 +7,8 @@
 
 A thread waits for connections, and costs nothing until one comes. Where a C extension holds the interpreter's lock the
 thread has no turn, so the stacks can also be had by a signal, whose handler needs no lock. The thread also tells
-hvdlite-run, once in each wait, that this process has waited for others for longer than the stall warning's time.
-
-`runtime.world` starts it under hvdlite-run. The host's agent asks (`launcher.host.status_collector`). When the process
-ends, a file of the job's directory has the last brief answer.
+hvdlite-run, once in each wait, that this process has waited for others for longer than the stall warning's time. The
+host's agent asks (`launcher.host.status_collector`). When the process ends, a file has the last brief answer.
 """
 
 from __future__ import annotations
@@ -61,12 +59,10 @@ class HangReporter:
         waited_s: Callable[[], float],
         warn_after_s: float | None,
     ) -> None:
-        """``describe`` returns what this rank knows of itself, in full or how far it is alone.
+        """``describe`` returns what this rank knows of itself, in full or how far it is alone, on any thread.
 
-        It is called on this object's thread, and also when the program ends.
-
-        ``waited_s`` returns for how long the process has waited for other ranks, and ``warn_after_s`` is when that is
-        too long, None for never. Raises an OSError if nothing can be created in ``job_dir``.
+        ``waited_s`` returns for how long the process has waited for other ranks; more than ``warn_after_s`` is too
+        long. Raises an OSError if nothing can be created in ``job_dir``.
         """
         self._worker = worker
         self._store = store

@@ -3,7 +3,9 @@ Makes a `World` of ranks that can reach each other: its group, over shared memor
 
     store ── every rank's info, signed ── ConnectedRanks ── Group ── controller ── World
 
-`bootstrap` and `connect_ranks` call it, once they have a store that all ranks share.
+`log_startup` has the line that rank 0 logs at start:
+
+    4 ranks on 2 hosts (2 + 2); CPU tensors: shared memory within hosts, gloo (eth0) between; OMP threads 1; check on
 """
 
 from __future__ import annotations
@@ -49,10 +51,7 @@ from .survival import Survival
 
 
 def log_startup(engine: Engine, nodes: Sequence[Hashable], environment: Environment) -> None:
-    """Logs the line. With HVDLITE_VERBOSE, also prints it to stderr unless the log shows it there.
-
-    ``nodes`` has a value for each rank, equal for ranks of one host.
-    """
+    """Logs the line; HVDLITE_VERBOSE prints it, too. ``nodes``: equal entries are of ranks on one host."""
     line = describe_start(engine, nodes, environment)
     log.info("%s", line)
     if environment.verbose and (environment.log_level is None or environment.log_level > logging.INFO):
@@ -112,13 +111,10 @@ def _way_of_cuda(engine: Engine) -> str:
 class World:
     """The connected ranks from one `hvd.init` to the next `hvd.shutdown`, as this process sees them.
 
-    ``group`` is the group of all ranks. ``generation`` has the state that all groups of this world share; its module
-    lists the state of a process, a generation, a group, a set and a thread. ``leave`` closes the default process group
-    and the store's client; call it after the group is closed. ``pid`` tells a forked child from this process.
-    ``assignment`` is this rank's in an elastic job, otherwise None. ``survival`` is None unless steps survive the loss
-    of a rank.
-    ``stands_by``: this process is no rank yet, and ``topology`` has the numbers that it will probably have.
-    ``connecting`` ends waits for the ranks of an elastic job's generation while groups are opened after `hvd.init`.
+    ``leave`` closes the default process group and the store's client; call it after the group is closed. ``pid`` tells
+    a forked child from this process. ``assignment`` is there in an elastic job, ``survival`` where steps survive the
+    loss of a rank. ``stands_by``: this process is no rank yet, and ``topology`` has the numbers that it will probably
+    have. ``connecting`` ends waits for an elastic job's ranks while groups are opened after `hvd.init`.
     """
 
     topology: Topology
@@ -137,10 +133,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class InitCall:
-    """One call of `hvd.init`: how long it may wait, its settings, and what the process keeps from earlier worlds.
-
-    ``undo`` gets whatever must be closed if the call fails.
-    """
+    """One call of `hvd.init`; ``process`` is kept from earlier worlds, ``undo`` has what to close if the call fails."""
 
     timeout: InitTimeout
     environment: Environment
@@ -159,9 +152,9 @@ class ConnectedRanks:
 def exchange_infos(
     placement: Placement, store: Store, secret: bytes | None, call: InitCall, assignment: RankAssignment | None = None
 ) -> ConnectedRanks:
-    """Exchanges every rank's info through the store. Every rank must call it, and waits for all.
+    """Exchanges every rank's info through the store; ``secret`` is from the launcher's exchange, if it has one.
 
-    ``secret`` is from the launcher's exchange; None makes rank 0 put one into the store.
+    Every rank must call it, and waits for all.
     """
     given, environment = given_secret(os.environ), call.environment
     settings: dict[str, Any] = {
@@ -210,54 +203,41 @@ def make_world(
     topology = placements_to_topology(placement.rank, placements)
     generation = Generation(CollectiveWatch(connecting.ends))
     connecting.ends.give_up_connecting = Connecting(placement.size).give_up_begun
-    group = Group(
-        engine_factory,
-        placement.rank,
-        placement.size,
-        topology.hosts,
-        signer=connecting.signer,
-        watch=generation.watch,
-    )
+    own, size, signer, watch = placement.rank, placement.size, connecting.signer, generation.watch
+    group = Group(engine_factory, own, size, topology.hosts, signer=signer, watch=watch)
     undo.callback(group.close)
     for remark in environment.remarks if placement.rank == 0 else ():
         log.warning(remark)
     for name in ("HVDLITE_CHECK", "HVDLITE_SHM"):
         _require_same_switch(name, infos, group)
     nodes = [placement.node for placement in placements]
-    # Equal on all ranks, because rank 0's setting counts.
-    survives = infos[0].settings["survive"] and assignment is not None
-    kept = None
+    # Rank 0's settings count: for the timeline's file, for measurements, and where all ranks must compare or survive.
+    settings = infos[0].settings
+    survives = settings["survive"] and assignment is not None
+    within = kept = None
     if survives:
         kept = process.keep("shared memory", None, KeptMemory, KeptMemory.close)
         kept.begin([info.pid for info in infos if info.placement.node == placement.node])
-    within = None
     if environment.shm and topology.local_size > 1:
         over_memory = ShmEngineFactory(connecting, engine_factory, for_gpus=torch.cuda.is_available(), kept=kept)
         neighbours = [rank for rank, node in enumerate(nodes) if node == placement.node]
         if len(neighbours) == len(nodes):
             over_network, signer = group, group.signer.derive("shared memory")
-            group = Group(over_memory, group.rank, group.size, group.hosts, signer=signer, watch=generation.watch)
+            group = Group(over_memory, own, size, group.hosts, signer=signer, watch=watch)
             over_network.close()
             undo.callback(group.close)
         else:
             token = f"host of rank {neighbours[0]}"
             within = over_memory.among(neighbours, neighbours.index(placement.rank), token)
-    # Rank 0's setting counts, because its measurements decide too.
-    hierarchical = infos[0].settings["hierarchical"]
+    hierarchical = settings["hierarchical"]
     gpu = _own_gpu(group, topology) if hierarchical is None else None
     choose_levels(group, engine_factory, within, nodes, hierarchical, gpu)
-    # Equal on all ranks, because the comparison is a collective.
-    environment = replace(
-        environment,
-        check_parameters=infos[0].settings["check_parameters"],
-        survive=survives,
-    )
-    if placement.rank == 0:
+    environment = replace(environment, check_parameters=settings["check_parameters"], survive=survives)
+    if own == 0:
         log_startup(group.engine, nodes, replace(environment, hierarchical=hierarchical))
     controller = make_controller(group, generation, nodes, environment, connecting.init_timeout)
     undo.callback(controller.close)
-    # Rank 0 writes the file, so its variable counts.
-    timeline_path = infos[0].settings["timeline"]
+    timeline_path = settings["timeline"]
     if timeline_path not in (None, DYNAMIC):
         undo.callback(generation.recorder.forget)
         try:
@@ -266,7 +246,7 @@ def make_world(
             if assignment is None:
                 raise
             # An elastic job comes here again whenever its ranks change, when the directory may be full or gone.
-            if placement.rank == 0:
+            if own == 0:
                 log.warning("%s", error)
     sets = Registry(group, controller, generation, is_elastic=assignment is not None)
     return World(topology, group, generation, controller, environment, sets, leave, os.getpid(), assignment)
@@ -283,11 +263,7 @@ def _require_same_switch(name: str, infos: Sequence[RankInfo], group: Group) -> 
 
 
 def _own_gpu(group: Group, topology: Topology) -> torch.device | None:
-    """Returns this rank's GPU if hierarchical all-reduces over NCCL are possible; otherwise None.
-
-    They need several hosts, the same number of ranks (more than one) on each, and a GPU for every rank. Every rank
-    must call it, and waits for all.
-    """
+    """Returns this rank's GPU if hierarchical all-reduces over NCCL are possible; all ranks must call it, and wait."""
     if not topology.is_homogeneous or topology.local_size in (1, topology.size):
         return None
     own = None
@@ -300,7 +276,6 @@ def _own_gpu(group: Group, topology: Topology) -> torch.device | None:
 
 @cache  # reading it takes a millisecond or more, and a worker of an elastic job may enter any number of worlds
 def own_version() -> str:
-    """Returns the version of hvdlite that is installed."""
     try:
         return version("hvdlite")
     except PackageNotFoundError:

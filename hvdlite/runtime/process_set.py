@@ -26,10 +26,7 @@ from ..values import MOST, shown, whole_number
 
 @dataclass(frozen=True, slots=True)
 class SetMembership:
-    """A registered set on one rank, whose global number is ``own_rank``.
-
-    ``group`` is None if the rank is not a member. ``generation`` is that of the world in which the set is registered.
-    """
+    """A registered set on one rank, whose global number is ``own_rank``; ``group`` is None if it is no member."""
 
     set_id: int
     own_rank: int
@@ -100,10 +97,7 @@ class ProcessSet:
         return self._registered
 
     def require_group(self, what: str) -> Group:
-        """Returns the group of the members; raises a ValueError if this rank is not one.
-
-        ``what`` is the operation that the error message names.
-        """
+        """Returns the group of the members; raises a ValueError about ``what`` if this rank is not one."""
         membership = self.membership()
         if membership.group is None:
             # Horovod's text, with the ranks added.
@@ -138,7 +132,7 @@ class ProcessSet:
 
 
 def check_process_set(process_set: object, what: str) -> ProcessSet:
-    """Returns the argument ``process_set`` of the function ``what``; raises a TypeError if it is no process set."""
+    """Returns the argument ``process_set`` of the function ``what``, or raises a TypeError."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
             f"{what}: process_set={shown(process_set)} is not a hvd.ProcessSet: pass what hvd.add_process_set returns, "
@@ -148,10 +142,7 @@ def check_process_set(process_set: object, what: str) -> ProcessSet:
 
 
 def check_first_sets(process_sets: Iterable[ProcessSet] | str | None) -> list[ProcessSet]:
-    """Returns the sets that `hvd.init` must register.
-
-    Raises a ValueError unless the argument is a list of different sets, or ``"dynamic"``, which means none.
-    """
+    """Returns the sets that `hvd.init` must register; ``"dynamic"`` means none, and the sets must differ."""
     if process_sets is None or (isinstance(process_sets, str) and process_sets == "dynamic"):
         return []
     if isinstance(process_sets, (str, ProcessSet)) or not isinstance(process_sets, Iterable):
@@ -160,8 +151,7 @@ def check_first_sets(process_sets: Iterable[ProcessSet] | str | None) -> list[Pr
     for number, process_set in enumerate(process_sets):
         if not isinstance(process_set, ProcessSet):
             raise ValueError(f"process_sets: entry number {number}, {shown(process_set)}, is not a hvd.ProcessSet")
-        if process_set.process_set_id == 0:
-            # The set of all ranks, which always exists.
+        if process_set.process_set_id == 0:  # the set of all ranks, which always exists
             continue
         if any(process_set.ranks == earlier.ranks for earlier in found):
             # Horovod's text.
@@ -215,10 +205,7 @@ class Registry:
         self._numbers = itertools.count(1)
 
     def add(self, process_set: ProcessSet) -> None:
-        """Registers a set. Every rank must call it, member or not, with equal ranks, and waits for all.
-
-        Raises a ValueError on every rank if a set of these ranks is registered already, or if there is no such rank.
-        """
+        """Registers a set, or raises a ValueError on every rank. Each must call it, member or not, and waits."""
         operation = Operation(
             ADD_PROCESS_SET,
             partial(self._register, process_set),
@@ -229,10 +216,7 @@ class Registry:
         self._controller.submit(self._all_ranks, operation).wait()
 
     def remove(self, process_set: ProcessSet) -> bool:
-        """Removes a set and closes its group; returns True. Every rank must call it, and waits for all.
-
-        Returns False, without waiting, for a set that is not registered.
-        """
+        """Removes a set and closes its group, as `add`; returns False, without waiting, if it is not registered."""
         set_id = process_set.process_set_id
         if set_id is None or self._sets.get(set_id) is not process_set:
             return False
@@ -248,7 +232,6 @@ class Registry:
 
     @property
     def has_any(self) -> bool:
-        """Whether there is a set besides that of all ranks."""
         return bool(self._sets)
 
     def close(self) -> None:

@@ -72,10 +72,9 @@ _TRIES = 4
 class SelfReport(NamedTuple):
     """What a rank says of itself in a new world.
 
-    ``is_new``: it was in no world before. ``is_in_step``: it waits for the averages of a step. ``passed``: by an
-    optimizer's number, how many votes it has passed. ``number``: that of the optimizer in whose step it is.
-    ``can_repeat``: it could average its gradients again. ``discarded``: steps that are to be discarded, as far as it
-    knows.
+    ``is_new``: it was in no world before. ``is_in_step``: it waits for the averages of a step, of the optimizer with
+    this ``number``, which it could average again if it ``can_repeat``. ``passed`` counts its votes of each optimizer.
+    ``discarded``: steps that are to be discarded, as far as it knows.
     """
 
     is_new: bool
@@ -87,10 +86,9 @@ class SelfReport(NamedTuple):
 
 
 class RankReport(NamedTuple):
-    """What a rank sends to all others in a new world.
+    """What a rank, or its process's ``identity``, sends to all others in a new world.
 
-    ``left`` is what ranks have left whose programs have ended. ``identity`` stands for its process. ``votes`` are all
-    that it has passed, and ``notes`` those of its followers, by their names.
+    ``left`` is what ended programs have left. ``notes`` are its followers', by their names.
     """
 
     report: SelfReport
@@ -103,10 +101,9 @@ class RankReport(NamedTuple):
 class Settlement(NamedTuple):
     """What all ranks conclude from their reports.
 
-    ``passed``: by an optimizer's number, how many votes the rank has passed that has passed most. ``must_restore``:
-    some ranks wait for the averages of a step, and others have given it up. ``all_are_in_step``: all ranks wait for
-    them, and none is new. ``discarded``: the steps that each rank discards when it comes to them. ``is_last``: a rank
-    whose program has ended is past the step that others wait in, so they come to no other step.
+    ``passed`` counts the votes of each optimizer on the rank with most. ``must_restore``: some ranks wait for averages,
+    and others have given the step up. ``all_are_in_step``: all wait, and none is new. ``discarded``: steps that each
+    rank discards when it comes to them. ``is_last``: one that has ended is past the step in which others wait.
     """
 
     passed: dict[int, int]
@@ -187,11 +184,7 @@ class Follower(Protocol):
 
 
 class _StepToFinish(NamedTuple):
-    """The step in which this rank has lost others.
-
-    ``number``: that of its optimizer, None if it is of none. ``can_repeat``: see `SelfReport`. ``needs_min_np``: the
-    world had process sets.
-    """
+    """The step in which this rank has lost others; ``needs_min_np``: the world had process sets."""
 
     number: int | None
     can_repeat: bool
@@ -199,7 +192,7 @@ class _StepToFinish(NamedTuple):
 
 
 class _Beginning(NamedTuple):
-    """What was exchanged at the begin of a world; ``newcomers`` is how many of its ranks were in none before."""
+    """What was exchanged at the begin of a world; ``newcomers`` of its ranks were in none before."""
 
     settlement: Settlement = Settlement({}, must_restore=False)
     told: Sequence[RankReport] = ()
@@ -221,7 +214,6 @@ class Survival:
     ) -> None:
         """``enter_again`` leaves the world and enters the next; ``revoke`` ends all waits of a generation's.
 
-        ``has_sets`` returns whether the current world has process sets, which need all of --min-np.
         ``read_last_votes`` returns what `last_votes` was on ranks whose programs have ended.
         """
         self._enter_again = enter_again
@@ -231,10 +223,8 @@ class Survival:
         self._passed: dict[int, int] = {}
         # While this rank enters another world in the middle of a step.
         self._step: _StepToFinish | None = None
-        # Of the world in which this rank is.
-        self._beginning = _Beginning()
-        # The last loss, in words.
-        self._lost = ""
+        self._beginning = _Beginning()  # of this world
+        self._lost = ""  # the last loss, in words
         # What stands for this process in reports, and by the same the ranks of the last world in which all had one.
         self._identity = ""
         self._ranks: dict[str, str] = {}
@@ -351,10 +341,7 @@ class Survival:
         return (number, self._passed.get(number, 0)) in self._beginning.settlement.discarded
 
     def note_discarded(self, number: int, what: str, why: str) -> None:
-        """Notes that this rank has discarded a step of the optimizer with this number.
-
-        ``what`` names it, and ``why`` says what cannot average its gradients again.
-        """
+        """Notes that this rank has discarded a step, ``what``; ``why`` says what cannot average its gradients again."""
         self._passed[number] = self._passed.get(number, 0) + 1
         self._retry.begin_anew()
         followers = self._living().values()
@@ -393,10 +380,10 @@ class Survival:
                 follower.go_on([Note(each.votes, each.notes[name]) for each in told])
 
     def go_on(self, error: CommunicationError, number: int | None, *, can_repeat: bool = True) -> Outcome:
-        """Enters the world of the ranks that are left, in a step of the optimizer with this number.
+        """Enters the world of the ranks that are left, in a step of this optimizer; returns what all do with the step.
 
-        ``can_repeat``: this rank could average its gradients again. Returns what all ranks do with the step. Raises
-        ``error`` if the same ranks have failed several times, and a CommunicationError if others go back to a commit.
+        ``can_repeat``: this rank could average its gradients again. Raises ``error`` if the same ranks have failed
+        several times, and a CommunicationError if others go back to a commit.
         """
         before, size = 0 if number is None else self._passed.get(number, 0), self._size
         if not self._retry.failed(size, self._beginning.newcomers):
@@ -436,10 +423,7 @@ class Survival:
 
     @contextlib.contextmanager
     def calling(self, on_change: Callable[[int], None]) -> Iterator[None]:
-        """A context in which ``on_change`` is called in each new world, within the step that goes on there.
-
-        It gets the number of ranks that were in no world before.
-        """
+        """A context in which ``on_change`` is called in each new world, in the step, with the number of new ranks."""
         earlier, self._on_change = self._on_change, on_change
         try:
             yield

@@ -5,9 +5,8 @@ Installs exception hooks that shorten the traceback of an uncaught error to the 
     other errors of hvdlite's, wrong arguments    the traceback without hvdlite's own frames
     all others                                    unchanged
 
-`world.init` calls `remove_hooks` and `shorten_tracebacks`. The hooks call the ones that were installed before:
-PyTorch's, which prefixes each line with the rank, or a user's own. A user's hook gets the shortened traceback, and
-never the single line.
+The hooks call the ones that were installed before: PyTorch's, which prefixes each line with the rank, or a user's own.
+A user's hook gets the shortened traceback, and never the single line.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import torch
 from ..calls.call_sites import seen_from_here
 from ..errors import CommunicationError, HvdliteError, PeerLostError, says_peer_lost
 
-# The directory of the package `hvdlite`.
 _OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 # Path prefixes of files that are not the user's: hvdlite, PyTorch, threading, and Python's import system.
 _INTERNAL = (_OWN, os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), ""), threading.__file__, "<frozen ")

@@ -66,11 +66,8 @@ _NOT_ELASTIC = (
     "can replace ranks only of programs that are. hvdlite-run --on-failure restart starts other programs anew"
 )
 
-# How often the same ranks of an elastic job try to begin a world.
-_TRIES = 3
-
-# How long the end of the program waits for objects that the garbage collector has found to be closed.
-_CLOSING_S = 5.0
+_TRIES = 3  # of the same ranks of an elastic job to begin a world
+_CLOSING_S = 5.0  # that the end of the program waits for objects that the garbage collector has found to be closed
 
 _world: World | None = None
 _process = ProcessState()
@@ -176,7 +173,6 @@ def _init(
             "responder", worker, lambda: respond(worker, _waited_s, lambda: _process.keepalive), KeyListener.close
         )
     _start_hang_reporter(environment.stall_warning_s if environment.stall_check else None)
-    # The state of a process, like what `_process` keeps.
     survival = _process.keep("survival", None, lambda: Survival(enter_again, revoke, _has_sets, _read_last_votes))
     _process.newcomers = survival.newcomers
     retry = Retry(_TRIES)
@@ -200,11 +196,9 @@ def _init(
         except BaseException as error:
             # In an elastic job a rank may be lost here, too: then there will be another generation.
             shutdown()
-            if (
-                assignment is None
-                or not isinstance(error, CommunicationError)
-                or not retry.failed(assignment.size, assignment.newcomers)
-            ):
+            if assignment is None or not isinstance(error, CommunicationError):
+                raise
+            if not retry.failed(assignment.size, assignment.newcomers):
                 raise
         else:
             return
@@ -261,7 +255,7 @@ def own_status(in_full: bool) -> OwnStatus:
 
 
 def note_samples(count: int) -> None:
-    """Notes that this rank has processed so many more samples. Called by `elastic.sampler`."""
+    """Notes that this rank has processed so many more samples."""
     # A status has no number of another type, such as a batch size that is a tensor or numpy's.
     _process.samples = (_process.samples or 0) + int(count)
 
@@ -274,7 +268,7 @@ def _note_progress() -> None:
 
 
 def _waited_s() -> float:
-    """For how long this process has waited for other ranks; 0 if it does not wait. Any thread may call it."""
+    """For how long this process has waited for other ranks. Any thread may call it."""
     world = _world
     since_s = None if world is None else world.generation.watch.waits_since_s
     return 0.0 if since_s is None else time.monotonic() - since_s
@@ -293,17 +287,14 @@ def _environment_with(hierarchical: bool | None, check_parameters: object, survi
 
 
 def take_place(place: GivenPlace) -> None:
-    """Make the next `init` connect as the rank of ``place``, whatever a launcher's variables say.
-
-    For code that starts ranks in another way (`hvdlite.ray`). A LaunchEnvironmentError if `init` was called before.
-    """
+    """Make the next `init` connect as the rank of ``place``, whatever a launcher's variables say (`hvdlite.ray`)."""
     if _world is not None:
         raise LaunchEnvironmentError("this process is a rank already: call hvd.shutdown() first")
     _process.given_place = place
 
 
 def last_assignment() -> RankAssignment | None:
-    """Returns this worker's rank in the last generation of an elastic job that it was in; None if there is none."""
+    """Returns this worker's rank in the last generation of an elastic job that it was in."""
     return _process.assignment
 
 
@@ -340,7 +331,7 @@ def shutdown() -> None:
 
 
 def note_elastic_program() -> None:
-    """Note that the program can go on in another world. Called by `hvd.elastic.run`."""
+    """Note that the program can go on in another world."""
     _process.is_elastic = True
 
 
@@ -350,12 +341,12 @@ def has_state() -> bool:
 
 
 def note_state() -> None:
-    """Note that this rank has got the state of the training. Called by `hvd.elastic.run`."""
+    """Note that this rank has got the state of the training."""
     _process.has_state = True
 
 
 def tell_of_elastic_program() -> None:
-    """Tell new workers that they can join, on rank 0. Called by `hvd.elastic.run`, in each world."""
+    """Tell new workers that they can join, on rank 0."""
     world = _world
     # Process sets that are added before the function need the other ranks.
     if world is None or world.assignment is None or world.topology.rank != 0 or world.sets.has_any or _process.has_told:
@@ -366,7 +357,6 @@ def tell_of_elastic_program() -> None:
 
 
 def enter_again() -> None:
-    """Leave the world, and `init` as it was called the last time."""
     shutdown()
     init(**_process.init_arguments)
 
@@ -384,10 +374,7 @@ def _read_last_votes() -> list[LastVotes]:
 
 
 def _leave_last_votes() -> None:
-    """Tells ranks that are still in their last step, which this one has ended, with ``--survive``.
-
-    Where another rank is lost in it, these would average their gradients again without those of this rank.
-    """
+    """Tells ranks in their last step that this one has ended it, or a loss would make them average without this one."""
     survival, client = _process.kept("survival"), _process.kept("store client")
     # A rank that fails is replaced, and has no last step.
     if survival is None or client is None or getattr(sys, "last_value", None) is not None:
@@ -398,10 +385,9 @@ def _leave_last_votes() -> None:
 
 
 def revoke(generation: int, reason: str) -> None:
-    """Make every wait for another rank in a generation's world, now and later, raise an error that gives the reason.
+    """Make every wait for another rank in a generation's world, if it is this one, raise an error with the reason.
 
-    It waits for no other rank, and any thread may call it. Does nothing if this process is in no world, or in that of
-    another generation: who calls it may have been held up.
+    It waits for no other rank, and any thread may call it.
     """
     world = _world
     if world is None or world.assignment is None or world.assignment.generation != generation:
@@ -416,20 +402,14 @@ def revoke(generation: int, reason: str) -> None:
 
 
 def require_ended(what: str) -> None:
-    """Block this thread until all collectives of GPU tensors so far have ended; raises the error of one.
-
-    ``what`` is for that message. It waits for other ranks only as these collectives do.
-    """
+    """Block until all collectives of GPU tensors so far have ended; raises the error of one, about ``what``."""
     world = current_world()
     for group in (world.group, *world.sets.groups()):
         group.require_ended(what)
 
 
 def has_exchanged() -> bool | None:
-    """Whether this process has exchanged anything with other ranks; None if it has never had any.
-
-    hvdlite-run's handler for the end of a worker asks (`launcher.host.worker_hooks`).
-    """
+    """Whether this process has exchanged anything with other ranks; None if it has never had any."""
     return _exchanged.has_met
 
 
