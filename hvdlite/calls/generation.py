@@ -212,11 +212,8 @@ class OneThread:
         self._inside = ""
 
     @contextmanager
-    def only(self, what: str, more: str = "") -> Iterator[None]:
-        """Raises a RuntimeError about ``what`` if another thread is inside; the same thread may enter again.
-
-        ``more`` is a sentence with another way out for the user.
-        """
+    def only(self, what: str) -> Iterator[None]:
+        """Raises a RuntimeError about ``what`` if another thread is inside; the same thread may enter again."""
         if not self._applies:
             yield
             return
@@ -225,7 +222,6 @@ class OneThread:
             raise RuntimeError(
                 f"{what}: called by thread {own!r} while thread {self._inside!r} is in such a call. Ranks pair up "
                 "these calls by their order alone: make them in one thread, or one after the other"
-                f"{more and f'. {more}'}"
             )
         try:
             self._inside = own

@@ -29,30 +29,11 @@ from hvdlite_wire.job_contract import JOB_DIR
 from hvdlite_wire.linux import LOOPBACK
 
 from .. import forks
+from ..calls import messages
 from ..calls.call_sites import places_of_threads
 from ..calls.generation import Generation
 from ..calls.handle import Handle
 from ..calls.mailbox import CHALLENGE_BYTES, DOWN, UP, FrameError, HandshakeClient, Mailbox, mailbox_pair
-from ..calls.messages import (
-    AllJoined,
-    AskLine,
-    EndProcess,
-    FromRank0,
-    Go,
-    GoAsStandIn,
-    HasJoined,
-    JoinFailed,
-    No,
-    Paces,
-    Pin,
-    Pinned,
-    ProgramLine,
-    SitOutSteps,
-    StillHere,
-    ToRank0,
-    Unpin,
-    Welcome,
-)
 from ..calls.operation import OPTIMIZER, Controller, DirectCall, Operation, SitOut, StandIn
 from ..comm.gloo import InitTimeout
 from ..comm.group import Group
@@ -84,11 +65,11 @@ class ControlClient:
 
     def __init__(
         self,
-        mailbox: Mailbox[ToRank0, FromRank0],
+        mailbox: Mailbox[messages.ToRank0, messages.FromRank0],
         group: Group,
         generation: Generation,
         coordinator: Coordinator | None,
-        welcome: Welcome,
+        welcome: messages.Welcome,
         *,
         measures_steps: bool = True,
     ) -> None:
@@ -107,7 +88,7 @@ class ControlClient:
         self._reports = WaitReports(connection, executor, callers, requests, joins, welcome)
         self._paces = PaceReports(connection)
 
-    def start(self, early: Iterable[FromRank0] = ()) -> None:
+    def start(self, early: Iterable[messages.FromRank0] = ()) -> None:
         self._executor.start()
         self._connection.start(early, self)
         if self._measures_steps:
@@ -151,7 +132,7 @@ class ControlClient:
             opening.wait()
         handle = Handle("join")
         living = self._joins.begin(handle, stand_in, sit_out)
-        self._requests.say_in_order(HasJoined(average_of_active, living))
+        self._requests.say_in_order(messages.HasJoined(average_of_active, living))
         return handle
 
     def waits(self) -> list[tuple[str, float]]:
@@ -180,31 +161,31 @@ class ControlClient:
     def look(self, now_s: float) -> None:
         self._reports.look(now_s)
 
-    def take(self, message: FromRank0) -> None:  # noqa: PLR0912  # a case for each message
+    def take(self, message: messages.FromRank0) -> None:  # noqa: PLR0912  # a case for each message
         match message:
-            case Go(ticket, owns, divisor):
+            case messages.Go(ticket, owns, divisor):
                 self._requests.begin(ticket, owns, divisor)
-            case No(ticket, error, words):
+            case messages.No(ticket, error, words):
                 self._requests.refuse(ticket, _ERRORS[error](words))
-            case StillHere(missing):
+            case messages.StillHere(missing):
                 self._requests.note_missing(missing)
-            case AskLine():
-                self._connection.send(ProgramLine(places_of_threads(self._callers.threads())))
-            case Paces(paces):
+            case messages.AskLine():
+                self._connection.send(messages.ProgramLine(places_of_threads(self._callers.threads())))
+            case messages.Paces(paces):
                 self._paces.paces = paces
-            case EndProcess(words):
+            case messages.EndProcess(words):
                 self._reports.end_process(words)
-            case GoAsStandIn():
+            case messages.GoAsStandIn():
                 self._joins.stand_in(message, self._operation_groups[message.set_id])
-            case Pin(join, set_id):
-                self._connection.send(Pinned(join, set_id, self._joins.pin(set_id)))
-            case Unpin():
+            case messages.Pin(join, set_id):
+                self._connection.send(messages.Pinned(join, set_id, self._joins.pin(set_id)))
+            case messages.Unpin():
                 self._joins.unpin()
-            case SitOutSteps(set_id, numbers):
+            case messages.SitOutSteps(set_id, numbers):
                 self._joins.sit_out(set_id, numbers)
-            case AllJoined(last_rank):
+            case messages.AllJoined(last_rank):
                 self._joins.end(lambda handle: handle.succeed(last_rank))
-            case JoinFailed(error, words):
+            case messages.JoinFailed(error, words):
                 self._joins.end(lambda handle: handle.fail(_ERRORS[error](words)))
             case _:
                 raise FrameError(f"{str(message)[:200]} is not a message that rank 0 sends now")
@@ -256,7 +237,7 @@ def make_controller(
 
 def _lead(
     group: Group, generation: Generation, nodes: Sequence[str], stall: StallRules, environment: Environment
-) -> tuple[ControlClient, list[FromRank0]]:
+) -> tuple[ControlClient, list[messages.FromRank0]]:
     # Imported here, since on a host with many ranks the others need not wait for it.
     from ..coordinator.coordinator import Coordinator  # noqa: PLC0415
     from ..coordinator.negotiation import Negotiation  # noqa: PLC0415
@@ -271,7 +252,7 @@ def _lead(
     coordinator.start()
     try:
         welcome, *early = own_end.receive()
-        assert isinstance(welcome, Welcome), "the coordinator sends it first"
+        assert isinstance(welcome, messages.Welcome), "the coordinator sends it first"
         group.all_gather_json(address, "hvd.init()")
         measures = environment.stragglers
         return ControlClient(own_end, group, generation, coordinator, welcome, measures_steps=measures), early
@@ -304,7 +285,7 @@ def _listen(group: Group, nodes: Sequence[str]) -> socket.socket:
 
 def _reach(
     address: Any, group: Group, timeout: timedelta
-) -> tuple[Mailbox[ToRank0, FromRank0], Welcome, list[FromRank0]]:
+) -> tuple[Mailbox[messages.ToRank0, messages.FromRank0], messages.Welcome, list[messages.FromRank0]]:
     """Connects to rank 0 and authenticates; returns the mailbox, the welcome, and messages received after it."""
     own, timeout_s = group.describe_rank(group.rank), timeout.total_seconds()
     give_up_at_s = time.monotonic() + timeout_s
@@ -353,7 +334,7 @@ def _connect(address: Any, timeout_s: float) -> socket.socket:
 
 def _introduce(
     connection: socket.socket, group: Group, give_up_at_s: float
-) -> tuple[Mailbox[ToRank0, FromRank0], Welcome, list[FromRank0]]:
+) -> tuple[Mailbox[messages.ToRank0, messages.FromRank0], messages.Welcome, list[messages.FromRank0]]:
     """Authenticates on a new connection, and waits for rank 0's welcome.
 
     Raises a ValueError if the other end does not prove that it is rank 0, and an OSError or EOFError if it closes.
@@ -380,7 +361,7 @@ def _introduce(
             if not selector.select(max(0.0, left_s)) and left_s <= 0:
                 raise TimeoutError("it sends no data")
             match mailbox.receive():
-                case [Welcome() as welcome, *early]:
+                case [messages.Welcome() as welcome, *early]:
                     return mailbox, welcome, early
                 case [_, *_]:
                     raise ValueError("does not use hvdlite's protocol, so it is not rank 0 of this job")

@@ -19,19 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..calls import messages
 from ..calls.mailbox import FrameError, Mailbox
-from ..calls.messages import (
-    FailedOnRank,
-    FromRank0,
-    HasFailed,
-    HasLostRank,
-    Here,
-    Leaving,
-    Over,
-    Rank0HasLostRank,
-    RankLeft,
-    ToRank0,
-)
 from ..comm.group import Group
 from ..comm.work import CollectiveWatch
 from ..errors import LOOK_THERE, UNKNOWN_END, CommunicationError, PeerLostError, describe_end
@@ -54,7 +43,7 @@ class Listener(Protocol):
     """What the listening thread calls: ``take`` for each message that is not about the end of a rank."""
 
     def heard(self) -> None: ...
-    def take(self, message: FromRank0) -> None: ...
+    def take(self, message: messages.FromRank0) -> None: ...
     def look(self, now_s: float) -> None: ...
     def ended(self, *, is_closing: bool) -> None: ...
 
@@ -62,7 +51,9 @@ class Listener(Protocol):
 class Rank0Connection:
     """Sends to rank 0 and listens to it, until this rank closes or rank 0 ends."""
 
-    def __init__(self, mailbox: Mailbox[ToRank0, FromRank0], group: Group, watch: CollectiveWatch) -> None:
+    def __init__(
+        self, mailbox: Mailbox[messages.ToRank0, messages.FromRank0], group: Group, watch: CollectiveWatch
+    ) -> None:
         self._mailbox = mailbox
         self.group = group
         self.watch = watch
@@ -80,9 +71,9 @@ class Rank0Connection:
         mailbox.wake = self._wake_up
         self._thread: threading.Thread | None = None
 
-    def start(self, early: Iterable[FromRank0], listener: Listener) -> None:
+    def start(self, early: Iterable[messages.FromRank0], listener: Listener) -> None:
         """Starts the thread; ``early`` are the messages that rank 0 sent right after its welcome."""
-        self._mailbox.send(Here(os.getpid()))
+        self._mailbox.send(messages.Here(os.getpid()))
         self._thread = threading.Thread(
             target=self._run, args=(list(early), listener), name="hvdlite-listener", daemon=True
         )
@@ -90,11 +81,11 @@ class Rank0Connection:
 
     # -- on any thread
 
-    def send(self, *messages: ToRank0) -> None:
+    def send(self, *said: messages.ToRank0) -> None:
         """Sends messages if the connection still exists; raises a ValueError if one is too long."""
-        self._mailbox.send_all(messages)
+        self._mailbox.send_all(said)
 
-    def say(self, message: ToRank0) -> bool:
+    def say(self, message: messages.ToRank0) -> bool:
         """Sends a message; returns whether an answer may arrive: not if the connection has ended meanwhile."""
         if self.end_reason is None:
             self._mailbox.send(message)
@@ -124,7 +115,7 @@ class Rank0Connection:
             # Not `Leaving`: ranks that wait for this one would be told that the programs call different collectives.
             self._say_lost()
         else:
-            self._mailbox.send(Leaving())
+            self._mailbox.send(messages.Leaving())
         self._is_closing = True
         self._wake_up()
         if self._thread is None:
@@ -143,9 +134,9 @@ class Rank0Connection:
 
     # -- the thread
 
-    def _run(self, early: Iterable[FromRank0], listener: Listener) -> None:
+    def _run(self, early: Iterable[messages.FromRank0], listener: Listener) -> None:
         self.watch.listening_thread, self.watch.say_lost = threading.get_ident(), self._say_lost
-        self.watch.ends.say_failed = lambda *failure: self._mailbox.send(HasFailed(*failure))
+        self.watch.ends.say_failed = lambda *failure: self._mailbox.send(messages.HasFailed(*failure))
         reason: EndReason | None = None
         try:
             with selectors.DefaultSelector() as selector:
@@ -177,9 +168,9 @@ class Rank0Connection:
                     with contextlib.suppress(BlockingIOError):
                         self._woken.recv(4096)
                 elif events & selectors.EVENT_READ:
-                    messages = self._mailbox.receive()
+                    received = self._mailbox.receive()
                     listener.heard()
-                    for message in messages:
+                    for message in received:
                         self._hear(message, listener)
             if is_flushing or self._mailbox.has_outgoing:
                 self._mailbox.flush()
@@ -202,16 +193,16 @@ class Rank0Connection:
             self._mailbox.flush()
         self._mailbox.hang_up()
 
-    def _hear(self, message: FromRank0, listener: Listener) -> None:
+    def _hear(self, message: messages.FromRank0, listener: Listener) -> None:
         match message:
-            case RankLeft(rank, ended_normally):
+            case messages.RankLeft(rank, ended_normally):
                 self.watch.record_first_end(rank, ended_normally)
-            case FailedOnRank(rank, label, number, words):
+            case messages.FailedOnRank(rank, label, number, words):
                 self.watch.ends.record_failure(rank, label, number, words)
-            case Over(words, is_peer_loss):
+            case messages.Over(words, is_peer_loss):
                 self._over = EndReason(words, is_peer_loss)
                 raise EOFError
-            case Rank0HasLostRank():
+            case messages.Rank0HasLostRank():
                 self._rank_0_follows = True
             case _:
                 listener.take(message)
@@ -222,7 +213,7 @@ class Rank0Connection:
         """Reports that this rank has lost another one: if it ends because of that, its end is not the first."""
         if not self._has_said_lost:
             self._has_said_lost = True
-            self._mailbox.send(HasLostRank())
+            self._mailbox.send(messages.HasLostRank())
 
     def _note_end_of_rank_0(self) -> None:
         if self.group.rank == 0 or self._is_closing:

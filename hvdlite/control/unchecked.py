@@ -18,16 +18,11 @@ from .. import forks
 from ..calls.generation import OneThread
 from ..calls.handle import Handle
 from ..calls.mismatch import words_of_difference
-from ..calls.operation import OPTIMIZER, Controller, DirectCall, Execution, Operation, SitOut, StandIn
+from ..calls.operation import Controller, DirectCall, Execution, Operation, SitOut, StandIn
 from ..comm.group import Group
 from ..comm.recorder import OPERATIONS, Recorder
 from ..comm.step_clock import RankPace
 from ..errors import MismatchError, NotInitializedError
-
-_WAY_OUT_OF_FIRST_STEP = (
-    "The first step() or synchronize() of a hvd.DistributedOptimizer is such a call, since it opens the optimizer's "
-    "engine: take it before other threads call anything, or leave HVDLITE_CHECK unset"
-)
 
 
 @dataclass(eq=False)
@@ -53,8 +48,7 @@ class UncheckedController:
         forks.require_rank(what)
         handle = Handle(what)
         one_thread = self._one_thread.setdefault(group.set_id, OneThread(self._size))
-        way_out = _WAY_OUT_OF_FIRST_STEP if operation.kind == OPTIMIZER else ""
-        with one_thread.only(f"{what} with HVDLITE_CHECK=0", way_out):
+        with one_thread.only(f"{what} with HVDLITE_CHECK=0"):
             try:
                 if operation.kind.is_compared:
                     _compare(group, operation)

@@ -23,28 +23,8 @@ from functools import partial
 
 from hvdlite_wire.codec import MessageError
 
+from ..calls import messages
 from ..calls.mailbox import DOWN, UP, FrameError, Mailbox
-from ..calls.messages import (
-    Busy,
-    CloseRound,
-    FromRank0,
-    HasFailed,
-    HasJoined,
-    HasLostRank,
-    Here,
-    Leaving,
-    OperationRequest,
-    Over,
-    PaceReading,
-    Paces,
-    Pinned,
-    ProgramLine,
-    StillWaiting,
-    ToRank0,
-    WaitingThread,
-    WaitsIn,
-    Welcome,
-)
 from ..comm.step_clock import Reading
 from ..log import log
 from ..shm.board import Board
@@ -84,11 +64,11 @@ class Coordinator:
         self._lock = threading.Lock()
         self._board: Board | None = None
         self._all = negotiation.scene.everybody
-        self._welcome = Welcome(os.getpid(), rules.warn_after_s, rules.end_after_s)
+        self._welcome = messages.Welcome(os.getpid(), rules.warn_after_s, rules.end_after_s)
         self._ticked_at_s = 0.0
         # The data of each registered file is a function to call when it is ready.
         self._selector = selectors.DefaultSelector()
-        self._mailbox_of: dict[int, Mailbox[FromRank0, ToRank0]] = {}
+        self._mailbox_of: dict[int, Mailbox[messages.FromRank0, messages.ToRank0]] = {}
         # Ranks whose sockets had no room for all of their messages.
         self._flushing: set[int] = set()
         self._wake, self._woken = socket.socketpair()
@@ -100,7 +80,7 @@ class Coordinator:
             self._acceptor = Acceptor(listener, signer, size, self._selector, self._admit, self._is_expected)
         self._thread = threading.Thread(target=self._run, name="hvdlite-coordinator", daemon=True)
 
-    def add(self, rank: int, mailbox: Mailbox[FromRank0, ToRank0]) -> None:
+    def add(self, rank: int, mailbox: Mailbox[messages.FromRank0, messages.ToRank0]) -> None:
         """Serves this rank from now on; call it before `start`, or on the coordinator's thread."""
         self._mailbox_of[rank] = mailbox
         self._selector.register(mailbox, selectors.EVENT_READ, partial(self._serve_rank, rank))
@@ -119,7 +99,7 @@ class Coordinator:
             self._board = board
             board.decide(go=False)
 
-    def decide_round(self, number: int, ask: OperationRequest | None) -> None:
+    def decide_round(self, number: int, ask: messages.OperationRequest | None) -> None:
         """Decides a round in which all ranks have voted, on the thread of rank 0 that has: a go if the votes agree.
 
         ``ask`` is None if the votes came with data: then there is nothing to wait for after a go.
@@ -213,13 +193,13 @@ class Coordinator:
             self._watch_for_room(rank, mailbox)
         now_s = time.monotonic()
         try:
-            messages = mailbox.receive()
+            received = mailbox.receive()
             self._negotiation.stall.heard(rank, now_s)
-            for message in messages:
+            for message in received:
                 match message:
-                    case CloseRound(number):
+                    case messages.CloseRound(number):
                         self._close_round(number)
-                    case PaceReading(reading):
+                    case messages.PaceReading(reading):
                         self._compare_paces(rank, reading, now_s)
                     case _:
                         handle_message(self._negotiation, rank, message, now_s)
@@ -229,7 +209,7 @@ class Coordinator:
         except (OSError, EOFError):
             self._drop(rank, now_s)
         else:
-            if any(isinstance(message, StillWaiting) for message in messages):
+            if any(isinstance(message, messages.StillWaiting) for message in received):
                 self._send(rank, [self._negotiation.missing(rank)])
 
     def _compare_paces(self, rank: int, reading: Reading, now_s: float) -> None:
@@ -246,7 +226,7 @@ class Coordinator:
         if now_s - self._paces_sent_at_s >= self._paces_interval_s:
             self._paces_sent_at_s = now_s
             receivers = list(self._mailbox_of)
-        message = Paces(tuple(pace.rounded() for pace in watch.paces()))
+        message = messages.Paces(tuple(pace.rounded() for pace in watch.paces()))
         for receiver in receivers:
             self._send(receiver, [message])
 
@@ -257,26 +237,26 @@ class Coordinator:
         negotiation.warnings.clear()
         while negotiation.outbox:
             outbox, negotiation.outbox = negotiation.outbox, []
-            by_rank: dict[int, list[FromRank0]] = {}
+            by_rank: dict[int, list[messages.FromRank0]] = {}
             for rank, message in outbox:
                 by_rank.setdefault(rank, []).append(message)
             # Rank 0's own messages last: they may make rank 0 end this process.
             for rank in sorted(by_rank, reverse=True):
                 self._send(rank, by_rank[rank])
 
-    def _send(self, rank: int, messages: Iterable[FromRank0]) -> None:
+    def _send(self, rank: int, said: Iterable[messages.FromRank0]) -> None:
         mailbox = self._mailbox_of.get(rank)
         if mailbox is None:
             return
         try:
-            mailbox.send_all(messages)
+            mailbox.send_all(said)
         except (ValueError, RecursionError) as error:
             log.warning("rank 0 closes its connection to rank %d, because a message cannot be sent: %s", rank, error)
             self._drop(rank, time.monotonic())
             return
         self._watch_for_room(rank, mailbox)
 
-    def _watch_for_room(self, rank: int, mailbox: Mailbox[FromRank0, ToRank0]) -> None:
+    def _watch_for_room(self, rank: int, mailbox: Mailbox[messages.FromRank0, messages.ToRank0]) -> None:
         if mailbox.has_outgoing == (rank in self._flushing):
             return
         (self._flushing.add if mailbox.has_outgoing else self._flushing.discard)(rank)
@@ -310,7 +290,7 @@ class Coordinator:
             self._answer()
             self._pause_votes()
         for rank in list(self._mailbox_of):
-            self._send(rank, [Over(*self._negotiation.first_end)])
+            self._send(rank, [messages.Over(*self._negotiation.first_end)])
             self._end_sending(rank)
         # Closing a socket that has unread input discards data that the other end has not read yet. So read until the
         # other end closes; a rank from which nothing arrives within `_LINGER_S` is not waited for.
@@ -337,7 +317,7 @@ class Coordinator:
 
 
 def handle_message(  # noqa: PLR0912  # a case for each message
-    negotiation: Negotiation, rank: int, message: ToRank0, now_s: float
+    negotiation: Negotiation, rank: int, message: messages.ToRank0, now_s: float
 ) -> None:
     """Passes a message of ``rank`` to the negotiation; raises a MessageError, before any effect, if it is wrong.
 
@@ -345,33 +325,33 @@ def handle_message(  # noqa: PLR0912  # a case for each message
     """
     everybody = negotiation.scene.everybody
     match message:
-        case OperationRequest():
+        case messages.OperationRequest():
             if negotiation.has_asked(rank, message.ticket):
                 raise MessageError(f"it requests number {message.ticket} twice")
             message.members = _members(message.members, rank, message.set_id, everybody)
             negotiation.ask(rank, message, now_s)
-        case WaitsIn(ticket, begun):
+        case messages.WaitsIn(ticket, begun):
             negotiation.wait(rank, ticket, begun)
-        case HasJoined(average_of_active, living):
+        case messages.HasJoined(average_of_active, living):
             for each in living:
                 each.members = _members(each.members, rank, each.set_id, everybody)
             negotiation.join(rank, average_of_active, now_s, living)
-        case Pinned():
+        case messages.Pinned():
             negotiation.joined_steps.pinned(rank, message)
-        case Busy(threads, is_stuck, begun):
+        case messages.Busy(threads, is_stuck, begun):
             blocked = [_blocked(each, now_s, everybody) for each in threads]
             negotiation.busy(rank, blocked, is_stuck=is_stuck, begun=begun)
-        case StillWaiting(over_count):
+        case messages.StillWaiting(over_count):
             negotiation.scene.over(rank, over_count)
-        case Here(pid):
+        case messages.Here(pid):
             negotiation.scene.pids[rank] = pid
-        case ProgramLine(line):
+        case messages.ProgramLine(line):
             negotiation.stall.program_line(rank, line)
-        case HasFailed(label, number, words):
+        case messages.HasFailed(label, number, words):
             negotiation.failed(rank, label, number, words)
-        case HasLostRank():
+        case messages.HasLostRank():
             negotiation.lost(rank)
-        case Leaving():
+        case messages.Leaving():
             negotiation.end(rank, ended_normally=True, now_s=now_s)
         case _:
             raise MessageError(f"{str(message)[:200]} is not for the negotiation")
@@ -391,7 +371,7 @@ def _ranks(ranks: tuple[int, ...], everybody: tuple[int, ...]) -> tuple[int, ...
     return ranks
 
 
-def _blocked(thread: WaitingThread, now_s: float, everybody: tuple[int, ...]) -> BlockedThread:
+def _blocked(thread: messages.WaitingThread, now_s: float, everybody: tuple[int, ...]) -> BlockedThread:
     since_s = now_s - thread.waited_s
     if thread.collective is None:
         return BlockedThread(thread.what, since_s, thread.is_operation)

@@ -14,23 +14,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from ..calls.messages import (
-    AllJoined,
-    AskLine,
-    EndProcess,
-    FailedOnRank,
-    FromRank0,
-    Go,
-    GoAsStandIn,
-    JoinFailed,
-    LivingOptimizers,
-    MissingRanks,
-    No,
-    OperationRequest,
-    Rank0HasLostRank,
-    RankLeft,
-    StillHere,
-)
+from ..calls import messages
 from ..calls.mismatch import CAUSES, first_difference, name_ranks, words_of_callers, words_of_difference
 from ..calls.operation import CONNECTING, kind_named
 from ..errors import LOOK_THERE, MOST_NAMED, UNKNOWN_END, describe_end
@@ -49,14 +33,14 @@ class Negotiation:
     """All operations that some ranks have requested and others have not."""
 
     def __init__(self, hosts: Sequence[str], stall: StallRules) -> None:
-        self.outbox: list[tuple[int, FromRank0]] = []
+        self.outbox: list[tuple[int, messages.FromRank0]] = []
         self.warnings: list[str] = []
         self.scene = Scene(hosts)
         self.joined_steps = JoinedSteps(lambda rank, message: self.outbox.append((rank, message)))
         self.stall = StallWatch(self.scene, stall, self.joined_steps)
         self._deadlocks = Deadlocks(self.scene)
         self._endings = Endings()
-        self.first_left: RankLeft | None = None  # as sent to the other ranks
+        self.first_left: messages.RankLeft | None = None  # as sent to the other ranks
         self._ids = itertools.count()
         # Operations whose refusal some ranks have not received, and such as ranks have requested with different values.
         self._refused: dict[Id, Pending] = {}
@@ -86,7 +70,7 @@ class Negotiation:
 
     # -- messages from ranks
 
-    def ask(self, rank: int, ask: OperationRequest, now_s: float) -> None:
+    def ask(self, rank: int, ask: messages.OperationRequest, now_s: float) -> None:
         """Handles a request of ``rank`` for an operation, with all its members."""
         queue = self._queues.get(ask.pairs_with)
         if queue is None:
@@ -106,7 +90,7 @@ class Negotiation:
         self.stall.asked_at_s = now_s
         self._consider(pending, now_s)
 
-    def begin_voted(self, ask: OperationRequest, now_s: float) -> None:
+    def begin_voted(self, ask: messages.OperationRequest, now_s: float) -> None:
         """Notes an operation that all ranks have voted for and now run; the caller checks that nothing is unsettled."""
         self.heard_all(now_s)
         for rank in ask.members:
@@ -119,13 +103,13 @@ class Negotiation:
     def has_asked(self, rank: int, ticket: int) -> bool:
         return (rank, ticket) in self._id_of
 
-    def missing(self, rank: int) -> StillHere:
+    def missing(self, rank: int) -> messages.StillHere:
         """Returns the ranks that hold ``rank`` up, in the oldest operations alone."""
-        told: list[MissingRanks] = []
+        told: list[messages.MissingRanks] = []
         for pending in itertools.islice(self.scene.pending.values(), MOST_NAMED):
             if rank in pending.asks and (absent := pending.absent(self.scene.joined)):
-                told.append(MissingRanks(pending.asks[rank].ticket, tuple(absent[:MOST_NAMED]), len(absent)))
-        return StillHere(tuple(told))
+                told.append(messages.MissingRanks(pending.asks[rank].ticket, tuple(absent[:MOST_NAMED]), len(absent)))
+        return messages.StillHere(tuple(told))
 
     def wait(self, rank: int, ticket: int, begun: Mapping[str, int] = MappingProxyType({})) -> None:
         """Notes that ``rank`` is blocked in that operation; ``begun`` counts its collectives of each group so far."""
@@ -146,7 +130,9 @@ class Negotiation:
         self.scene.begun[rank] = begun
         self.scene.set_busy(rank, blocked, is_stuck=is_stuck)
 
-    def join(self, rank: int, average_of_active: bool, now_s: float, living: Iterable[LivingOptimizers] = ()) -> None:
+    def join(
+        self, rank: int, average_of_active: bool, now_s: float, living: Iterable[messages.LivingOptimizers] = ()
+    ) -> None:
         """Lets ``rank`` take part in all-reduces with nothing to give, until all ranks have joined."""
         scene = self.scene
         others = {each.average_of_active for each in scene.joined.values()} - {average_of_active}
@@ -155,13 +141,13 @@ class Negotiation:
             words = "Mismatched join: One rank called join() with average='active', but another rank without. " + (
                 f"({name_ranks(sorted(scene.joined), scene.hosts)} joined)"
             )
-            self._end_join(JoinFailed("MismatchError", words), now_s)
+            self._end_join(messages.JoinFailed("MismatchError", words), now_s)
         else:
             self.joined_steps.joined(rank, living)
             if len(scene.joined) == len(scene.hosts):
-                self._end_join(AllJoined(rank), now_s)
+                self._end_join(messages.AllJoined(rank), now_s)
             elif gone := [rank for rank in scene.ended if rank not in scene.joined]:
-                self._end_join(JoinFailed(*self._words_of_end(gone[0], "join", "join")), now_s)
+                self._end_join(messages.JoinFailed(*self._words_of_end(gone[0], "join", "join")), now_s)
         self._consider_all(now_s)
 
     def failed(self, rank: int, label: str, number: int, words: str) -> None:
@@ -169,14 +155,14 @@ class Negotiation:
         if number > self._failed.get(label, 0):
             self._failed[label] = number
             others = [each for each in self.scene.everybody if each != rank and each not in self.scene.ended]
-            self.outbox += [(other, FailedOnRank(rank, label, number, words)) for other in others]
+            self.outbox += [(other, messages.FailedOnRank(rank, label, number, words)) for other in others]
 
     def lost(self, rank: int) -> None:
         """Notes an error on ``rank`` that another rank's end caused: if ``rank`` ends, it was not the first."""
         self._endings.lost(rank)
         if rank == 0:
             # When rank 0 ends, no process is left to report which rank's end caused that.
-            self.outbox += [(other, Rank0HasLostRank()) for other in range(1, len(self.scene.hosts))]
+            self.outbox += [(other, messages.Rank0HasLostRank()) for other in range(1, len(self.scene.hosts))]
 
     def end(self, rank: int, ended_normally: bool, now_s: float) -> None:
         """Notes that ``rank`` has ended; ``ended_normally`` is False if it crashed."""
@@ -184,7 +170,7 @@ class Negotiation:
             self._report_end(ended, was_normal, now_s)
 
     def _report_end(self, rank: int, ended_normally: bool, now_s: float) -> None:
-        scene, left = self.scene, RankLeft(rank, ended_normally)
+        scene, left = self.scene, messages.RankLeft(rank, ended_normally)
         if self.first_left is None:
             # From an engine a rank learns only that some rank has ended; this says which.
             self.first_left = left
@@ -200,7 +186,7 @@ class Negotiation:
         scene.under_way[rank].clear()
         self._consider_all(now_s)
         if scene.joined and rank not in scene.joined:
-            self._end_join(JoinFailed(*self._words_of_end(rank, "join", "join")), now_s)
+            self._end_join(messages.JoinFailed(*self._words_of_end(rank, "join", "join")), now_s)
 
     # -- time
 
@@ -215,12 +201,12 @@ class Negotiation:
             self._refuse(deadlock[0], "MismatchError", deadlock[1])
         stalls = self.stall.look(now_s)
         self.warnings += stalls.warnings
-        self.outbox += [(rank, EndProcess(stalls.why_ended)) for rank in stalls.ended]
-        self.outbox += [(rank, AskLine()) for rank in stalls.to_ask if rank not in self.scene.ended]
+        self.outbox += [(rank, messages.EndProcess(stalls.why_ended)) for rank in stalls.ended]
+        self.outbox += [(rank, messages.AskLine()) for rank in stalls.to_ask if rank not in self.scene.ended]
         for pending, why in stalls.refused:
             self._refuse([pending], "CommunicationError", why)
         if stalls.why_no_join is not None:
-            self._end_join(JoinFailed("CommunicationError", stalls.why_no_join), now_s)
+            self._end_join(messages.JoinFailed("CommunicationError", stalls.why_no_join), now_s)
 
     # -- decisions
 
@@ -280,9 +266,9 @@ class Negotiation:
         for rank in first.members:
             self.scene.under_way[rank].append(first)
             if rank in asks:
-                self.outbox.append((rank, Go(asks[rank].ticket, owns, divisor)))
+                self.outbox.append((rank, messages.Go(asks[rank].ticket, owns, divisor)))
             else:
-                told = GoAsStandIn(first.set_id, owns, divisor, first.kind, first.what, first.same)
+                told = messages.GoAsStandIn(first.set_id, owns, divisor, first.kind, first.what, first.same)
                 self.outbox.append((rank, told))
         self._forget(pending)
 
@@ -301,7 +287,7 @@ class Negotiation:
         refusal = pending.refusal
         assert refusal is not None, "only a refused operation is passed"
         for rank, ask in list(pending.asks.items()):
-            self.outbox.append((rank, No(ask.ticket, refusal.kind, refusal.words)))
+            self.outbox.append((rank, messages.No(ask.ticket, refusal.kind, refusal.words)))
             refusal.sent_to.add(rank)
             self._drop_ask(pending, rank)
         answered = refusal.sent_to | self.scene.ended.keys() | self.scene.joined.keys()
@@ -322,7 +308,7 @@ class Negotiation:
     def _describe_end(self, rank: int) -> str:
         return describe_end(name_ranks([rank], self.scene.hosts), self.scene.ended[rank])
 
-    def _words_of_join(self, first: OperationRequest) -> str:
+    def _words_of_join(self, first: messages.OperationRequest) -> str:
         kind = kind_named(first.kind).single
         ranks = [rank for rank in self.scene.joined if rank in first.members]
         return (
@@ -349,7 +335,7 @@ class Negotiation:
             if not waits:
                 del self.scene.waiting[rank]
 
-    def _end_join(self, message: AllJoined | JoinFailed, now_s: float) -> None:
+    def _end_join(self, message: messages.AllJoined | messages.JoinFailed, now_s: float) -> None:
         scene = self.scene
         self.stall.join_ended_at_s = now_s
         self.outbox += [(rank, message) for rank in scene.joined if rank not in scene.ended]

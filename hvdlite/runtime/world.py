@@ -196,9 +196,8 @@ def _init(
         except BaseException as error:
             # In an elastic job a rank may be lost here, too: then there will be another generation.
             shutdown()
-            if assignment is None or not isinstance(error, CommunicationError):
-                raise
-            if not retry.failed(assignment.size, assignment.newcomers):
+            is_lost = isinstance(error, CommunicationError)
+            if assignment is None or not (is_lost and retry.failed(assignment.size, assignment.newcomers)):
                 raise
         else:
             return
