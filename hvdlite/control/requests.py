@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,26 +30,6 @@ from .executor import Executor, Name, Request
 from .joins import Joins
 from .rank0_connection import Rank0Connection
 from .voting import MOST_BYTES, DirectVote, Voter
-
-
-@dataclass(slots=True, eq=False)
-class _Direct:
-    """A direct call in its vote; ``operation`` and ``handle`` are there once the executor goes on with it."""
-
-    group: Group
-    call: DirectCall
-    caller: CallingThread | None
-    vote: DirectVote
-    since_ns: int = field(default_factory=time.monotonic_ns)
-    operation: Operation | None = None
-    handle: Handle | None = None
-    is_handed_over: bool = False
-    has_name: bool = False
-
-    @property
-    def name(self) -> Name | None:
-        call = self.call
-        return None if call.name is None else (self.group.set_id, call.kind.name, call.name)
 
 
 class Requests:
@@ -80,7 +59,7 @@ class Requests:
         # Its go may be on the board although the connection to rank 0 has ended.
         self._voted_ticket: int | None = None
         # The call that a thread of the program votes on, until it ends.
-        self._direct: _Direct | None = None
+        self._direct: DirectVote | None = None
 
     def __len__(self) -> int:
         return len(self._by_ticket)
@@ -102,7 +81,7 @@ class Requests:
         """Votes for the call on this thread, with its data; without a go it becomes the operation that it is."""
         caller = self._labels.of_call((group.set_id, call.kind.name, None)) if call.name is None else None
         agreed = call.agreed + repr((call.name, caller and caller.name)).encode()
-        direct, voter = _Direct(group, call, caller, DirectVote(agreed, call.tensor)), self._voter
+        direct, voter = DirectVote(group, call, caller, agreed), self._voter
         assert voter is not None, "the caller has asked `can_vote`"
         try:
             if self._begin_direct(direct) and (data := self._vote_directly(direct)) is not None:
@@ -126,12 +105,12 @@ class Requests:
         handle = direct.handle
         return (self._submit(group, call.operation(), caller) if handle is None else handle).wait()
 
-    def _begin_direct(self, direct: _Direct) -> bool:
+    def _begin_direct(self, direct: DirectVote) -> bool:
         voter, name = self._voter, direct.name
         assert voter is not None, "the caller has asked `can_vote`"
         with self._lock:
             self._callers.called()
-            if len(direct.vote.agreed) > MOST_BYTES or not self._may_vote(0):
+            if len(direct.agreed) > MOST_BYTES or not self._may_vote(0):
                 return False
             # First: a thread that is interrupted leaves this behind.
             self._direct = direct
@@ -142,20 +121,20 @@ class Requests:
                 direct.has_name = True
                 self._names.add(name)
             # Under the lock: whoever goes on with the vote finds it cast, and this thread never casts it later.
-            voter.cast(direct.vote)
+            voter.cast(direct)
             return True
 
-    def _vote_directly(self, direct: _Direct) -> VoteData | None:
+    def _vote_directly(self, direct: DirectVote) -> VoteData | None:
         voter, clock = self._voter, self._connection.watch.clock
         assert voter is not None, "a vote has begun"
         is_timed = clock.begin_wait()
         try:
-            return voter.data_soon(direct.vote)
+            return voter.data_soon(direct)
         finally:
             if is_timed:
                 clock.end_wait()
 
-    def _result(self, direct: _Direct, data: VoteData) -> Any:
+    def _result(self, direct: DirectVote, data: VoteData) -> Any:
         call, recorder = direct.call, self._executor.recorder
         if not recorder.is_on:
             return call.result(data)
@@ -163,7 +142,7 @@ class Requests:
         with recorder.span(OPERATIONS, call.describe()):
             return call.result(data)
 
-    def _hand_over(self, direct: _Direct) -> None:
+    def _hand_over(self, direct: DirectVote) -> None:
         """Has the executor go on with a direct call, as a request, unless it has ended. Under the lock."""
         voter = self._voter
         if self._direct is not direct or voter is None or direct.is_handed_over:
@@ -190,7 +169,7 @@ class Requests:
             self._executor.put_call(partial(self._finish_direct, direct))
             direct.is_handed_over = True
 
-    def _end_direct(self, direct: _Direct) -> None:
+    def _end_direct(self, direct: DirectVote) -> None:
         """Ends a direct vote behind which nothing is held. Under the lock."""
         # In this order: a thread that is interrupted here leaves a vote that has ended, which `_may_vote` removes.
         if direct.has_name:
@@ -317,19 +296,19 @@ class Requests:
         if request is not None:
             self._executor.carry_out(request, [operation.own] * group.size, group.size)
 
-    def _finish_direct(self, direct: _Direct) -> None:
+    def _finish_direct(self, direct: DirectVote) -> None:
         """Waits for the decision on a direct call that was handed over, and ends it as `_vote` does."""
         voter, handle, operation = self._voter, direct.handle, direct.operation
         if self._direct is not direct or voter is None or handle is None or operation is None:
             return
         ask = _ask_for(handle, direct.group, operation, direct.caller)
-        data = voter.data_of_go(direct.vote)
+        data = voter.data_of_go(direct)
         request = self._end_vote(ask, is_go=data is not None, direct=direct)
         if request is not None and data is not None:
             make, executor = partial(direct.call.result_elsewhere, data), self._executor
             request.end_with(make, executor.recorder, executor.note_result)
 
-    def _end_vote(self, ask: OperationRequest, *, is_go: bool, direct: _Direct | None = None) -> Request | None:
+    def _end_vote(self, ask: OperationRequest, *, is_go: bool, direct: DirectVote | None = None) -> Request | None:
         """Ends the vote for ``ask``: returns the request if it is a go, else sends it, before those held behind it."""
         assert self._voter is not None, "a vote has begun"
         with self._lock:

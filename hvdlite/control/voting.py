@@ -39,13 +39,16 @@ thread has a lock.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from torch import Tensor
-
-from ..calls.messages import CloseRound, OperationRequest
+from ..calls.handle import Handle
+from ..calls.messages import CallingThread, CloseRound, OperationRequest
+from ..calls.operation import DirectCall, Operation
+from ..comm.group import Group
 from ..shm.board import DIGEST_BYTES, Board, VoteData
+from .executor import Name
 from .rank0_connection import Rank0Connection
 
 MOST_BYTES = 1 << 16
@@ -61,16 +64,28 @@ _WITH_DATA = b"with data"
 
 @dataclass(slots=True, eq=False)
 class DirectVote:
-    """A vote with data: what is voted on, and this rank's tensor, or None.
+    """A direct call in its vote, on ``agreed``, with this rank's data.
 
     ``number`` is the round in which it is cast. ``may_wait``: it is cast, and has not waited for `PATIENCE_S`.
+    ``operation`` and ``handle`` are there once the executor goes on with it.
     """
 
+    group: Group
+    call: DirectCall
+    caller: CallingThread | None
     agreed: bytes
-    tensor: Tensor | None
     number: int = 0
     data: VoteData | None = None
     may_wait: bool = False
+    since_ns: int = field(default_factory=time.monotonic_ns)
+    operation: Operation | None = None
+    handle: Handle | None = None
+    is_handed_over: bool = False
+    has_name: bool = False
+
+    @property
+    def name(self) -> Name | None:
+        return None if self.call.name is None else (self.group.set_id, self.call.kind.name, self.call.name)
 
 
 class Voter:
@@ -125,8 +140,8 @@ class Voter:
         vote.number = self._open_round()
         if vote.number:
             vote.data = self._board.data
-            if vote.tensor is not None:
-                vote.data.write(vote.tensor.data_ptr(), vote.tensor.nbytes)
+            if (tensor := vote.call.tensor) is not None:
+                vote.data.write(tensor.data_ptr(), tensor.nbytes)
             digest = hashlib.blake2b(vote.agreed, digest_size=DIGEST_BYTES, person=_WITH_DATA).digest()
             self._board.vote(vote.number, digest)
             vote.may_wait = True

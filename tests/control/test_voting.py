@@ -7,6 +7,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,7 +185,8 @@ def test_ranks_that_join_are_stood_in_for_and_votes_go_on_after(said):
 def test_a_thread_that_goes_on_calling_does_not_keep_the_executor_from_what_was_voted_for():
     board = Board(0, [ControlBlock(Segment().allocate(CONTROL_BLOCK_BYTES))])
     board.decide(go=False)
-    voter = Voter(board, threading.Lock(), close_round=lambda number: None, decide_round=None, is_over=lambda: False)
+    connection = SimpleNamespace(lock=threading.Lock(), end_reason=None, say=lambda message: None)
+    voter = Voter(board, connection, None)
     assert voter.begin()
     said = []
 
@@ -423,6 +425,10 @@ def windows_of(rank: int, seed: int) -> Iterator[list[str]]:
         yield calls
 
 
+def vote_for(call: bytes, data: list[int]) -> DirectVote:
+    return DirectVote(None, SimpleNamespace(tensor=torch.tensor(data, dtype=torch.uint8)), None, call)
+
+
 def is_direct(call: str, rank: int, seed: int) -> bool:
     """Whether the call's data go with its vote: for some calls on some ranks alone."""
     lots = random.Random(f"{seed} {call}")
@@ -461,10 +467,8 @@ def test_in_any_order_of_turns_all_ranks_carry_out_the_same_in_one_order_and_non
         mailbox, numbers = ends[rank][0], itertools.count(1)
         voter = Voter(
             board_of(rank, blocks, turns, lots),
-            threading.Lock(),
-            close_round=lambda number: mailbox.send(CloseRound(number)),
-            decide_round=coordinator.decide_round if rank == 0 else None,
-            is_over=lambda: False,
+            SimpleNamespace(lock=threading.Lock(), end_reason=None, say=mailbox.send),
+            None if rank else coordinator.decide_round,
         )
         for calls in windows_of(rank, seed):
             asked = {next(numbers): call for call in calls}
@@ -475,7 +479,7 @@ def test_in_any_order_of_turns_all_ranks_carry_out_the_same_in_one_order_and_non
                 first = asks[0]
                 call = repr((first.kind, first.name)).encode()
                 if is_direct(first.what, rank, seed):
-                    vote = DirectVote(call, torch.tensor(data_of(first.what, rank), dtype=torch.uint8))
+                    vote = vote_for(call, data_of(first.what, rank))
                     voter.cast(vote)
                     data = voter.data_soon(vote) or voter.data_of_go(vote)
                     if data is not None:

@@ -115,15 +115,6 @@ def test_an_operation_begins_when_the_last_rank_has_asked_for_it_and_everybody_l
     assert play.is_idle
 
 
-def test_operations_begin_in_one_order_on_all_ranks_whatever_the_order_of_their_asking():
-    play = Play(2)
-    for name in "abc":
-        play.ask(0, name)
-    for name in "cab":
-        play.ask(1, name)
-    assert play.begun() == [["c", "a", "b"]] * 2
-
-
 def test_a_rank_can_be_told_who_has_not_asked_for_what_it_has():
     play = Play(size=4)
 
@@ -208,15 +199,6 @@ def test_ranks_that_wait_for_each_other_get_one_error(what):
     assert text.startswith(f"Mismatched {what}")
     assert "rank 0 (node1)" in text
     assert "rank 1 (node1)" in text
-
-
-@pytest.mark.parametrize("what", DIFFERENT_CALLS)
-def test_different_calls_end_with_the_commonest_causes_and_process_sets_that_cross_do_not(what):
-    play = Play(2)
-    play.call(0, "a")
-    play.call(1, **DIFFERENT_CALLS[what])
-    play.after(0.0)
-    _, text = one_error(play.after(SETTLING_S), [0, 1])
     assert [cause in text for cause in CAUSES] == [what != "process set"] * 2
 
 

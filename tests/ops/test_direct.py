@@ -517,7 +517,7 @@ def test_a_signal_handler_may_make_a_call_at_any_line_and_return(signalled, goes
 
     def until_the_other_waits() -> None:
         other = requests_of[1 - signalled]
-        while not (other._by_ticket or (other._direct is not None and other._direct.vote.may_wait)):
+        while not (other._by_ticket or (other._direct is not None and other._direct.may_wait)):
             threading.Event().wait(0.0001)
         # A vote of this rank that should not be there would be decided on now.
         threading.Event().wait(0.001)
