@@ -167,20 +167,19 @@ class Follower(Protocol):
 
     kind: str
 
-    def note_vote(self, number: int) -> None:
-        """Called when a step of the optimizer with this number has ended on this rank."""
+    # When a step of the optimizer with this number has ended on this rank, or is discarded: then what it has trained on
+    # counts as not trained.
+    def note_vote(self, number: int) -> None: ...
+    def note_discarded(self, number: int) -> None: ...
 
-    def note_discarded(self, number: int) -> None:
-        """Called instead when the step is discarded: what it has trained on counts as not trained."""
+    # What the other ranks must know of it, as JSON; ``number`` is that of the optimizer in a step.
+    def note_of(self, number: int | None) -> Any: ...
 
-    def note_of(self, number: int | None) -> Any:
-        """Returns what the other ranks must know of it, as JSON; ``number`` is that of the optimizer in a step."""
+    # Goes on without ranks that were lost in a step; ``notes`` are those of the others, by their new ranks.
+    def go_on(self, notes: Sequence[Note]) -> None: ...
 
-    def go_on(self, notes: Sequence[Note]) -> None:
-        """Goes on without ranks that were lost in a step; ``notes`` are those of the others, by their new ranks."""
-
-    def begin_again(self, number: int | None) -> None:
-        """Gives up the step: the function of `hvd.elastic.run` is called again with the state before it."""
+    # Gives up the step: the function of `hvd.elastic.run` is called again with the state before it.
+    def begin_again(self, number: int | None) -> None: ...
 
 
 class _StepToFinish(NamedTuple):

@@ -16,9 +16,10 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -34,8 +35,10 @@ _HOOKS = {__name__: "previous", "torch.distributed.distributed_c10d": "old_hook"
 
 def shorten_tracebacks() -> None:
     """Installs the hooks. It may be called again if other hooks have been installed since."""
-    _shorten_in_main_thread()
-    _shorten_in_other_threads()
+    if getattr(sys.excepthook, "__module__", None) != __name__:
+        sys.excepthook = _hook_before(sys.excepthook)
+    if getattr(threading.excepthook, "__module__", None) != __name__:
+        threading.excepthook = _thread_hook_before(threading.excepthook)
 
 
 def remove_hooks() -> None:
@@ -45,23 +48,17 @@ def remove_hooks() -> None:
         sys.excepthook = hook
 
 
-def _shorten_in_main_thread() -> None:
-    previous = sys.excepthook
-    if _is_ours(previous):
-        return
+def _hook_before(previous: Callable[..., Any]) -> Callable[..., Any]:
     is_users = _last_hook(previous) is not sys.__excepthook__
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         with _shortened(error, traceback, in_one_line=not is_users) as shown:
             previous(kind, error, shown)
 
-    sys.excepthook = hook
+    return hook
 
 
-def _shorten_in_other_threads() -> None:
-    previous = threading.excepthook
-    if _is_ours(previous):
-        return
+def _thread_hook_before(previous: Callable[..., Any]) -> Callable[..., Any]:
     is_users = _last_hook(previous) is not threading.__excepthook__
 
     def hook(told: threading.ExceptHookArgs) -> None:
@@ -71,11 +68,7 @@ def _shorten_in_other_threads() -> None:
         with _shortened(told.exc_value, told.exc_traceback, in_one_line=not is_users) as shown:
             previous(threading.ExceptHookArgs((told.exc_type, told.exc_value, shown, told.thread)))
 
-    threading.excepthook = hook
-
-
-def _is_ours(hook: object) -> bool:
-    return getattr(hook, "__module__", None) == __name__
+    return hook
 
 
 def _last_hook(hook: object) -> object:
@@ -94,15 +87,13 @@ def _shortened(
 ) -> Iterator[TracebackType | None]:
     """Shortens the tracebacks of the error and its causes within the block; yields the error's traceback.
 
-    Restores them at the end. ``in_one_line``: also replaces the message by the single line, if there is one.
+    ``in_one_line``: also replaces the message by the single line, if there is one. Restores everything at the end.
     """
-    kept: list[tuple[BaseException, TracebackType | None, BaseException | None, BaseException | None, bool]] = []
-    args = error.args
-    line = _one_line(error, traceback) if in_one_line else None
+    args, line = error.args, _one_line(error, traceback) if in_one_line else None
+    chain = _chain(error)
+    kept = [(each.__traceback__, each.__cause__, each.__context__, each.__suppress_context__) for each in chain]
     try:
-        for each in _chain(error):
-            own = each.__traceback__
-            kept.append((each, own, each.__cause__, each.__context__, each.__suppress_context__))
+        for each in chain:
             _shorten(each)
         if line is not None:
             error.args = (line,)
@@ -110,7 +101,7 @@ def _shortened(
         yield error.__traceback__
     finally:
         error.args = args
-        for each, own, cause, context, is_suppressed in kept:
+        for each, (own, cause, context, is_suppressed) in zip(chain, kept, strict=True):
             each.__traceback__, each.__cause__, each.__context__ = own, cause, context
             each.__suppress_context__ = is_suppressed
 
@@ -127,7 +118,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 def _shorten(error: BaseException) -> None:
     """Removes the frames below the user's last line, and a cause that was raised inside hvdlite or PyTorch."""
-    if not _is_told(error, error.__traceback__):
+    if not _is_told(error):
         return
     error.__traceback__ = _users_part(error.__traceback__)
     cause = error.__cause__ or error.__context__
@@ -135,27 +126,24 @@ def _shorten(error: BaseException) -> None:
         error.__cause__ = error.__context__ = None
 
 
-def _is_told(error: BaseException, traceback: TracebackType | None) -> bool:
+def _is_told(error: BaseException) -> bool:
     """Whether hvdlite raised the error on purpose, in a call from the user's code."""
-    entries = list(_entries(traceback))
-    if not entries or _users_part(traceback) is None:
+    entries = _entries(error.__traceback__)
+    if not any(map(_is_users, entries)):
         return False
     if isinstance(error, KeyboardInterrupt):
         return _called(entries) is not None
-    is_own = _file_of(entries[-1]).startswith(_OWN)
+    last = entries[-1]
+    is_own = _file_of(last).startswith(_OWN)
     if isinstance(error, ValueError | TypeError):
-        return is_own and _is_raised(entries[-1])
+        # Without a ``raise`` statement it is a bug in hvdlite, and is shown in full.
+        return is_own and last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
     return isinstance(error, HvdliteError) or (isinstance(error, OSError) and is_own)
-
-
-def _is_raised(entry: TracebackType) -> bool:
-    """Whether a ``raise`` statement raised it. Otherwise it is a bug in hvdlite, and is shown in full."""
-    return entry.tb_frame.f_code.co_code[entry.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def _one_line(error: BaseException, traceback: TracebackType | None) -> str | None:
     """Returns the single line for an error whose cause is elsewhere, with the user's line; None for other errors."""
-    entries = list(_entries(traceback))
+    entries = _entries(traceback)
     if isinstance(error, KeyboardInterrupt):
         called = _called(entries)
         words = str(error) or (f"interrupted in {called}()" if called else "interrupted")
@@ -163,8 +151,8 @@ def _one_line(error: BaseException, traceback: TracebackType | None) -> str | No
         words = " ".join(str(error).split())
     else:
         return None
-    users = [entry for entry in entries if _is_users(entry)]
-    return f"{words} (at {_place(users[-1])})" if users else words
+    users = next((entry for entry in reversed(entries) if _is_users(entry)), None)
+    return words if users is None else f"{words} (at {seen_from_here(_file_of(users))}:{users.tb_lineno})"
 
 
 def _called(entries: list[TracebackType]) -> str | None:
@@ -181,16 +169,18 @@ def _called(entries: list[TracebackType]) -> str | None:
 def _users_part(traceback: TracebackType | None) -> TracebackType | None:
     """Returns the traceback up to the user's last line; None if it has no line of the user's."""
     part: TracebackType | None = None
-    for entry in reversed(list(_entries(traceback))):
+    for entry in reversed(_entries(traceback)):
         if part is not None or _is_users(entry):
             part = TracebackType(part, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return part
 
 
-def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
+def _entries(traceback: TracebackType | None) -> list[TracebackType]:
+    entries = []
     while traceback is not None:
-        yield traceback
+        entries.append(traceback)
         traceback = traceback.tb_next
+    return entries
 
 
 def _is_users(entry: TracebackType) -> bool:
@@ -200,7 +190,3 @@ def _is_users(entry: TracebackType) -> bool:
 def _file_of(entry: TracebackType) -> str:
     name = entry.tb_frame.f_code.co_filename
     return name if name.startswith("<") else os.path.abspath(name)
-
-
-def _place(entry: TracebackType) -> str:
-    return f"{seen_from_here(_file_of(entry))}:{entry.tb_lineno}"
