@@ -167,24 +167,14 @@ def _check_ranks(ranks: Any) -> tuple[int, ...]:
     try:
         items = list(ranks)
     except (TypeError, RuntimeError):
+        items = []
+    numbers = [rank for rank in map(whole_number, items) if rank is not None and 0 <= rank <= MOST]
+    if not items or len(set(numbers)) != len(items):
         raise ValueError(
-            f"ProcessSet({shown(ranks)}): pass the global ranks of its members as a list, such as [0, 1]; "
+            f"ProcessSet({shown(ranks)}): pass the global ranks of its members as a list, each once, such as [0, 1]; "
             "MPI communicators are not supported"
         ) from None
-    if not items:
-        raise ValueError("ProcessSet([]): a process set needs at least one rank")
-    numbers = [_check_rank(item) for item in items]
-    repeated = next((rank for rank in numbers if numbers.count(rank) > 1), None)
-    if repeated is not None:
-        raise ValueError(f"ProcessSet({numbers}): rank {repeated} appears twice")
     return tuple(sorted(numbers))
-
-
-def _check_rank(item: Any) -> int:
-    rank = whole_number(item)
-    if rank is None or not 0 <= rank <= MOST:
-        raise ValueError(f"ProcessSet: {shown(item)} is not a rank, such as 0")
-    return rank
 
 
 _REMOVE_PROCESS_SET = Kind("remove_process_set")

@@ -121,13 +121,7 @@ def test_the_set_of_all_ranks_is_not_removed_and_neither_is_one_that_was_never_a
         ([0, 1, 2], "Attempted to add a duplicate process set: .*ranks=.0, 1, 2."),
         ([2, 1], "Attempted to add a duplicate process set"),
         ([1, 3], "there is no rank 3; the job has the ranks 0 to 2"),
-        ([], "at least one rank"),
-        ([0, 0], "rank 0 appears twice"),
-        ([0, -1], "-1 is not a rank"),
-        ([0, 1.5], "1.5 is not a rank"),
-        (["0"], "'0' is not a rank"),
-        ([True], "True is not a rank"),
-        (3, "as a list, such as"),
+        *((ranks, "as a list, each once, such as") for ranks in ([], [0, 0], [0, -1], [0, 1.5], ["0"], [True], 3)),
     ],
 )
 def test_sets_that_cannot_be_are_one_error_on_every_rank_and_leave_no_trace(ranks, words):
