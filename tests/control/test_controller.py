@@ -81,23 +81,6 @@ def test_operations_that_ranks_call_in_different_orders_pair_up_by_their_names(s
     assert run_worlds(size, rank) == [expected] * size
 
 
-def test_operations_without_a_name_pair_up_by_their_order():
-    def rank(own: int) -> list[int]:
-        handles = [add_up(None, number) for number in range(10)]
-        return [handle.wait() for handle in handles]
-
-    assert run_worlds(3, rank) == [[3 * number for number in range(10)]] * 3
-
-
-def test_every_rank_learns_what_the_others_brought():
-    def rank(own: int) -> list[int]:
-        world = current_world()
-        operation = Operation(Kind("look"), lambda execution: execution.owns, own=own * own)
-        return world.controller.submit(world.group, operation).wait()
-
-    assert run_worlds(3, rank) == [[0, 1, 4]] * 3
-
-
 def test_an_error_of_a_body_is_raised_where_its_handle_is_waited_for_and_the_next_operation_goes_on():
     def broken(execution: Execution) -> None:
         raise KeyError("nothing here")
@@ -136,40 +119,6 @@ def test_ranks_that_differ_get_one_error_and_can_go_on():
         return add_up("a", 1, dtype="x").wait()
 
     assert run_worlds(2, rank) == [2, 2]
-
-
-def calls() -> dict[str, object]:
-    """Returns functions for something that ranks do together; no two of them fit together."""
-    return {
-        "barrier": hvd.barrier,
-        "broadcast_object": lambda: hvd.broadcast_object(1),
-        "allgather_object": lambda: hvd.allgather_object(1),
-        "broadcast_parameters": lambda: hvd.broadcast_parameters([torch.zeros(1)]),
-        "DistributedOptimizer": lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1)).step(),
-        "add_up": lambda: add_up("a", 1).wait(),
-        "another": lambda: add_up("b", 1).wait(),
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("other", list(calls())[1:])
-def test_ranks_that_call_different_functions_all_get_an_error_that_names_both(other):
-    over = threading.Barrier(3)
-    # The first optimizer of a process imports much of torch, for longer than the stall time on a busy machine.
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)
-
-    def call(rank: int) -> object:
-        try:
-            return calls()[other]() if rank == 1 else hvd.barrier()
-        finally:
-            # Two ranks suffice for a difference; a third would be told that these have ended, if they had.
-            over.wait(60)
-
-    outcomes = attempt_worlds(3, call)
-    assert all(isinstance(outcome, hvd.MismatchError) for outcome in outcomes), outcomes
-    assert len({str(outcome) for outcome in outcomes}) == 1
-    assert "ranks 0 (node0), 2 (node2): barrier" in str(outcomes[0])
-    assert "rank 1 (node1)" in str(outcomes[0])
 
 
 def test_a_rank_that_waits_for_one_that_has_ended_is_told_so():

@@ -106,17 +106,6 @@ def test_groups_that_differ_in_one_member_are_told_apart():
     assert "[[2], [1]]" in one_error(outcomes)
 
 
-def test_after_a_mismatch_that_was_caught_ranks_can_go_on():
-    def rank(own: int) -> float:
-        for number in range(3):
-            with pytest.raises(hvd.MismatchError):
-                hvd.allreduce(torch.ones(1 + own), name="a")
-            assert hvd.allreduce(torch.ones(1), name=f"b{number}", op=hvd.Sum).item() == 2.0
-        return hvd.allreduce(torch.ones(1), name="a", op=hvd.Sum).item()
-
-    assert attempt_worlds(2, rank) == [2.0, 2.0]
-
-
 @pytest.mark.slow
 def test_backward_passes_that_differ_are_told_by_the_name_of_the_forward_pass():
     def rank(own: int) -> None:
