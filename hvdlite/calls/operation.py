@@ -170,21 +170,17 @@ class Controller(Protocol):
 
     def open_group(self, group: Group) -> None:
         """Allows operations among the ranks of ``group`` from now on; every one of them must call it."""
-        ...
 
     def close_group(self, group: Group) -> None: ...
     def submit(self, group: Group, operation: Operation) -> Handle:
         """Submits an operation to the ranks of ``group``; it runs when all of them have submitted it."""
-        ...
 
     @property
     def calls_directly(self) -> bool:
         """Whether `call_directly` may save time: if all ranks share memory."""
-        ...
 
     def call_directly(self, group: Group, call: DirectCall) -> Any:
         """Makes a call among the ranks of ``group``, which has all ranks, and returns its result; raises its error."""
-        ...
 
     def join(self, *, average_of_active: bool, stand_in: StandIn, sit_out: SitOut) -> Handle:
         """Takes part in the other ranks' all-reduces with nothing to give, until all ranks have joined.
@@ -192,20 +188,15 @@ class Controller(Protocol):
         The handle's result is the rank that joined last. ``sit_out`` is called, before the handle succeeds, for each
         optimizer that is alive on all ranks of its process set.
         """
-        ...
 
     def waits(self) -> list[tuple[str, float]]:
         """What this process's threads wait for in operations, since when (`time.monotonic`). Any thread may call it."""
-        ...
 
     def stragglers(self) -> tuple[RankPace, ...]:
         """Returns how long each rank takes for its part of a step, as rank 0 has last told. It does not communicate."""
-        ...
 
     def revoke(self, reason: str) -> None:
         """Fails, now and later, everything that waits for other ranks but in groups. Any thread; it never blocks."""
-        ...
 
     def close(self) -> None:
         """Stops running operations; waits for no other rank."""
-        ...

@@ -103,7 +103,6 @@ class Rank0Connection:
             self.end_reason = self.end_reason or EndReason(reason, is_peer_loss=True)
 
     @property
-    @property
     def has_lost_rank(self) -> bool:
         return self.end_reason is not None and self.end_reason.is_peer_loss
 
