@@ -229,7 +229,7 @@ def test_a_rank_of_which_nothing_arrives_leaves_what_was_known_and_little_memory
     known = watch.paces()
     assert not any(watch.add(0, reading(steps, [1, 1, 1, 0]), float(steps)) for steps in range(3, 5000))
     assert watch.paces() == known
-    assert len(watch._companies[0]._by_rank[0]) < 1000
+    assert len(watch._companies[0].by_rank[0]) < 1000
 
 
 class Looks(nn.Module):
