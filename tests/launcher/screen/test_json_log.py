@@ -111,16 +111,6 @@ def test_the_unfinished_line_of_a_rank_whose_end_nobody_has_seen_is_written_at_t
     ]
 
 
-def test_a_disk_that_is_full_when_the_log_is_closed_is_told_once():
-    log = JsonLog("/dev/full")
-    for worker in (0, 1):
-        log.output(Output(worker, "stdout", b"last, without an end"), worker)
-    told = log.close()
-    assert told is not None
-    assert told.startswith("--log-json /dev/full: cannot be written any more: no space")
-    assert log.close() is None
-
-
 def test_a_restarted_job_goes_on_in_the_same_file_and_a_new_one_replaces_it(path):
     for is_continued in (False, True):
         JsonLog(str(path), is_continued=is_continued).event("say", text="x")
