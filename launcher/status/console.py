@@ -14,7 +14,6 @@ answers its own user and root, and the client asks only launchers of its own use
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -38,8 +37,6 @@ _PATIENCE_S = 15.0
 _ABOUT_PATIENCE_S = 2.0
 _PEER = struct.Struct("3i")
 _NONE = object()
-# What `accept` fails with while this process, or the machine, lacks files or memory.
-_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED)
 _LACKS_PAUSE_S = 0.2
 
 # The last parts of the paths of programs, and the module, that run `launcher.__main__`.
@@ -57,7 +54,6 @@ class Console(contextlib.AbstractContextManager["Console"]):
         self._about = about
         self._listener: socket.socket | None = None
         self._lock = threading.Lock()
-        self._is_closed = False
         self._closes = threading.Event()
         self._waiting: set[SimpleQueue[object]] = set()  # where the answers come in that others wait for
         if not sys.platform.startswith("linux"):
@@ -85,7 +81,6 @@ class Console(contextlib.AbstractContextManager["Console"]):
             self._thread.join()
             self._listener.close()
             with self._lock:
-                self._is_closed = True
                 for answers in self._waiting:
                     answers.put(_NONE)
 
@@ -93,10 +88,8 @@ class Console(contextlib.AbstractContextManager["Console"]):
         while not self._closes.is_set():
             try:
                 connection, _ = listener.accept()
-            except OSError as error:
-                if error.errno not in _LACKS:
-                    return
-                self._closes.wait(_LACKS_PAUSE_S)  # until this process can open files again
+            except OSError:  # it closes, or this process can open no more files for now
+                self._closes.wait(_LACKS_PAUSE_S)
                 continue
             # Before there is a thread for it: others may connect as often as they like.
             if _user_of(connection) not in (os.geteuid(), 0):
@@ -121,7 +114,7 @@ class Console(contextlib.AbstractContextManager["Console"]):
         """Returns what the supervisor answers, for JSON; `_NONE` if it does not in time, or this object is closed."""
         answers: SimpleQueue[object] = SimpleQueue()
         with self._lock:
-            if self._is_closed:
+            if self._closes.is_set():
                 return _NONE
             self._waiting.add(answers)
         try:
