@@ -270,7 +270,8 @@ def test_a_job_that_is_gone_is_refused(launch):
     assert err.startswith(b"hvdlite-run: --report: no hvdlite-run with the process number 1 runs here")
 
 
-# Answers as `hvdlite.runtime.hang_report` does, without torch, of which 64 processes need much memory. Rank 37 sleeps.
+# Answers with an encoded `OwnStatus` as `hvdlite.runtime.hang_report` does, but without torch, of which 64 processes
+# need much memory. Rank 37 sleeps.
 ANSWERS = """
 import json, os, socket
 listener = socket.socket(socket.AF_UNIX)
@@ -279,10 +280,9 @@ listener.listen()
 library = [["/usr/lib/python3/library.py", line, "function"] for line in range(40)]
 is_odd = os.environ["HVDLITE_RANK"] == "37"
 own = [["train.py", 41 if is_odd else 60, "load" if is_odd else "train"]]
-threads = [{"name": "MainThread", "is_main": True, "frames": own + library}]
-threads += [{"name": f"hvdlite-{number}", "is_main": False, "frames": library} for number in range(6)]
+threads = [["MainThread", True, own + library], *[[f"hvdlite-{number}", False, library] for number in range(6)]]
 waits = [] if is_odd else [["the all-reduce of the gradients of 0.weight", 60.0]]
-answer = {"libraries": ["/usr/lib"], "threads": threads, "waits": waits, "optimizers": []}
+answer = [0, {}, None, None, waits, [], threads, ["/usr/lib"], [], {}, ""]
 while True:
     connection, _ = listener.accept()
     with connection:
