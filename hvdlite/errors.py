@@ -13,30 +13,23 @@ The exception classes that hvdlite raises, and helpers that every package uses f
         └── PeerLostError      ... because another rank has ended
 
 A wrong argument raises `ValueError` or `TypeError`, as everywhere in Python; `WrongTypeError` is both. Where a program
-written for Horovod catches another type (such as `ValueError`), the class here derives from that type too. The code
-that raises an error writes its message. This module imports nothing of hvdlite.
+written for Horovod catches another type, the class here derives from that type too. This module imports nothing of
+hvdlite.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 class HvdliteError(RuntimeError):
-    """Base class of hvdlite's errors.
-
-    Wrong arguments raise `ValueError` or `TypeError`, except those that Horovod too detects only when it runs the
-    operation.
-    """
+    """Base class of hvdlite's errors."""
 
 
 class NotInitializedError(HvdliteError, ValueError):
-    """A function that needs the other ranks was called before ``hvd.init()``.
-
-    It is also a `ValueError`, because programs written for Horovod catch that.
-    """
+    """A function that needs the other ranks was called before ``hvd.init()``."""
 
 
 class LaunchEnvironmentError(HvdliteError):
@@ -48,18 +41,11 @@ class MismatchError(HvdliteError):
 
 
 class GradientError(HvdliteError, AssertionError):
-    """Gradients were computed, zeroed or stepped in an order that would lose some of them.
-
-    It is also an `AssertionError`, because programs written for Horovod catch that.
-    """
+    """Gradients were computed, zeroed or stepped in an order that would lose some of them."""
 
 
 class UnsupportedError(HvdliteError, ValueError):
-    """The operation cannot be done on such a tensor, or by that reduction op.
-
-    It is a `ValueError`, as for any wrong argument. It is also a `RuntimeError`, because Horovod raises that when the
-    operation runs.
-    """
+    """The operation cannot be done on such a tensor, or by that reduction op."""
 
 
 class WrongTypeError(TypeError, ValueError):
@@ -111,15 +97,20 @@ def words_of(error: BaseException) -> str:
 
 def says_peer_lost(error: BaseException) -> bool:
     """Whether this error, or one in its chain of causes, means that another rank has ended."""
+    return any(
+        isinstance(each, PeerLostError) or any(words in words_of(each).lower() for words in _PEER_LOSS_WORDS)
+        for each in _chain(error)
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yields the error, its cause or context, theirs, and so on; each once."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))
-        text = words_of(current).lower()
-        if isinstance(current, PeerLostError) or any(words in text for words in _PEER_LOSS_WORDS):
-            return True
+        yield current
         current = current.__cause__ or current.__context__
-    return False
 
 
 # What a process may run out of while it connects, with a remedy.
@@ -136,19 +127,15 @@ def lack_of(error: BaseException) -> str | None:
     Torch's errors of gloo have only the text of the system's error. Messages of `HvdliteError` may quote another rank,
     so only their causes count.
     """
-    current: BaseException | None = error
-    seen: set[int] = set()
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        if isinstance(current, OSError) and current.errno in _LACKS:
-            return _LACKS[current.errno]
-        if isinstance(current, RuntimeError) and not isinstance(current, HvdliteError):
-            line = words_of(current).partition("\n")[0]
+    for each in _chain(error):
+        if isinstance(each, OSError) and each.errno in _LACKS:
+            return _LACKS[each.errno]
+        if isinstance(each, RuntimeError) and not isinstance(each, HvdliteError):
+            line = words_of(each).partition("\n")[0]
             for number, words in _LACKS.items():
                 # As the system says it, behind the call's name or, in gloo's own checks, a full stop.
                 if line.endswith((f": {os.strerror(number)}", f". {os.strerror(number)}")):
                     return words
-        current = current.__cause__
     return None
 
 

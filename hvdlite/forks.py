@@ -3,10 +3,9 @@ Processes that a rank forks: each gets a copy of all that the rank has, and leav
 
     os.fork ── in the child: `leave_to_parent` of each object that `when_forked` knows ── its operations are refused
 
-Children come from a DataLoader with workers, multiprocessing's "fork", `os.fork`, and subprocess with preexec_fn. A
-child has its parent's memory, open files and exit handlers, and none of its threads but the one that forked. So what
+A child has its parent's memory, open files and exit handlers, and none of its threads but the one that forked. So what
 has a connection, shared memory, a hook of autograd or a lock of several threads notes itself with `when_forked`.
-`runtime.world` says which rank this process is. Nothing is done in the parent, and nothing is checked per gradient.
+Nothing is done in the parent, and nothing is checked per gradient.
 """
 
 from __future__ import annotations
@@ -43,11 +42,7 @@ parent: Parent | None = None
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
 
 
-def _no_rank() -> Parent | None:
-    return None
-
-
-_own_rank = _no_rank
+_own_rank: Callable[[], Parent | None] = lambda: None  # noqa: E731
 
 
 def when_forked(thing: Inherited) -> None:

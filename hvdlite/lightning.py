@@ -20,7 +20,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -39,20 +39,8 @@ from .values import shown
 
 __all__ = ["HvdliteEnvironment", "HvdliteStrategy"]
 
-# By the name of Lightning's reduce_op, and by torch.distributed's.
-_OPS: dict[Any, ReduceOp] = {
-    "mean": Average,
-    "avg": Average,
-    "sum": Sum,
-    "min": Min,
-    "max": Max,
-    "product": Product,
-    dist.ReduceOp.AVG: Average,
-    dist.ReduceOp.SUM: Sum,
-    dist.ReduceOp.MIN: Min,
-    dist.ReduceOp.MAX: Max,
-    dist.ReduceOp.PRODUCT: Product,
-}
+# By the name of Lightning's reduce_op, which is that of torch.distributed's too.
+_OPS: dict[str, ReduceOp] = {"avg": Average, "mean": Average, "sum": Sum, "min": Min, "max": Max, "product": Product}
 
 
 def _lightning_names() -> tuple[str, str]:
@@ -168,8 +156,6 @@ class HvdliteStrategy(_ParallelStrategy):  # type: ignore[misc]  # of type Any: 
     def register_strategies(cls, strategy_registry: Any) -> None:
         strategy_registry.register(cls.strategy_name, cls, description="hvdlite's ranks and DistributedOptimizer")
 
-    # -- which ranks there are
-
     def set_world_ranks(self) -> None:
         """Connects to the other ranks. Lightning calls it when the Trainer is made."""
         init(self._timeout_s)
@@ -206,8 +192,6 @@ class HvdliteStrategy(_ParallelStrategy):  # type: ignore[misc]  # of type Any: 
             f"the Trainer has {len(devices)} of this host's GPUs for {local_size()} ranks: leave out devices=, so that "
             "each rank uses the GPU of its local rank"
         )
-
-    # -- from setup to teardown
 
     def setup_environment(self) -> None:
         self.set_world_ranks()
@@ -275,8 +259,6 @@ class HvdliteStrategy(_ParallelStrategy):  # type: ignore[misc]  # of type Any: 
             self.model = self._layer_sync.revert(self.model)
         super().teardown()
 
-    # -- a step
-
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Backward passes in it only add to the gradients; the next one outside averages the sum."""
@@ -296,14 +278,10 @@ class HvdliteStrategy(_ParallelStrategy):  # type: ignore[misc]  # of type Any: 
             optimizer.synchronize()
             return result
 
-        # With Adasum there are no averages before the step.
-        without: AbstractContextManager[None] = (
-            nullcontext() if optimizer.op is Adasum else optimizer.skip_synchronize()
-        )
-        with without:
+        with ExitStack() as stack:
+            if optimizer.op is not Adasum:  # with which there are no averages before the step
+                stack.enter_context(optimizer.skip_synchronize())
             return super().optimizer_step(optimizer, average_after, model, **kwargs)
-
-    # -- collectives
 
     def barrier(self, name: str | None = None) -> None:
         barrier()
@@ -315,7 +293,7 @@ class HvdliteStrategy(_ParallelStrategy):  # type: ignore[misc]  # of type Any: 
         """Reduces a tensor over all ranks, in place, and returns it. Anything else is returned as it is."""
         if not isinstance(tensor, Tensor):
             return tensor
-        op = _OPS.get(reduce_op.lower() if isinstance(reduce_op, str) else reduce_op)
+        op = _OPS.get(str(reduce_op).rpartition(".")[2].lower())
         if op is None:
             raise ValueError(f"reduce_op={shown(reduce_op)} is none of mean, sum, min, max and product")
         if group not in (None, dist.group.WORLD):

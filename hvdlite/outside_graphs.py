@@ -4,9 +4,8 @@
     a compiled function ── graph ── optimizer.step(), hvd.allreduce(...) ── graph ── ...
 
 A collective in a graph would run while PyTorch traces it, with tensors that have no values. So modules whose functions
-are called by programs, or by autograd, end with `keep_outside_graphs`, which marks all of theirs. This does what
-``torch.compiler.disable`` does, without its wrapper, which would cost time in each call, and without the import of
-torch._dynamo, which takes seconds.
+are called by programs, or by autograd, end with `keep_outside_graphs`. This does what ``torch.compiler.disable`` does,
+without its wrapper in each call, and without the import of torch._dynamo, which takes seconds.
 """
 
 from __future__ import annotations

@@ -5,11 +5,10 @@ One process runs on each host. Each of them:
 
     present_ranks ── rounds (who is measured with whom) ── connect_both_ways ── measure ── a line of JSON
 
-Gloo connects each two hosts in one direction only, but rank 0's host may be the one that the other cannot reach. So a
-pair first tries a TCP connection in each direction. Then it measures gloo's own connections, the ones over which
-gradients are sent, by all-reduces in a gloo group of two. ``hvdlite-run --check`` reads the lines:
-``{"rank": 0, "peer": 1, "us": 140.2}``. Instead of the microseconds there is ``"blocked"``, the reason why the rank
-cannot connect to its peer, or another ``"error"``.
+Gloo connects each two hosts in one direction only, so a pair first tries a TCP connection in each. Then it measures
+gloo's own connections, over which gradients are sent, by all-reduces in a gloo group of two. ``hvdlite-run --check``
+reads the lines: ``{"rank": 0, "peer": 1, "us": 140.2}``. Instead of the microseconds there is ``"blocked"``, the reason
+why the rank cannot connect to its peer, or another ``"error"``.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ _NOISE = re.compile(r"^Gloo connectFullMesh failed with | *\[[^]]*(/[^]]*:\d+|no
 
 
 class BlockedError(RuntimeError):
-    """This rank cannot connect to its peer, or the peer cannot connect to this rank.
-
-    ``own`` is the reason why this rank cannot connect; it is empty if only the peer cannot.
-    """
+    """``own`` is why this rank cannot connect to its peer; it is empty if only the peer cannot connect to this one."""
 
     def __init__(self, own: str) -> None:
         super().__init__(own or "the peer cannot connect to this rank")
@@ -152,7 +148,7 @@ def measure(store: Store, rank: int, peer: int, patience_s: float) -> float:
 
 
 def without_noise(words: str) -> str:
-    """Removes source files, line numbers and other prefixes from an error text of gloo's; keeps its first line."""
+    """Returns the first line of an error text of gloo's, without source files and other prefixes."""
     return _NOISE.sub("", words).partition("\n")[0]
 
 

@@ -75,10 +75,9 @@ class SignalSaver:
 
         Raises SystemExit once all have, with ``stop``.
         """
+        world, asked = self._asked or (None, None)
         # Of a world that has ended since, ranks may have different answers or none.
-        asked = self._asked if self._asked is not None and self._asked[0] is current_world() else None
-        is_agreed = asked is not None and bool(asked[1].wait().item())
-        if is_agreed:
+        if asked is not None and world is current_world() and asked.wait().item():
             self._asked, self._wanted = None, 0
             self._save_and_stop()
             return True

@@ -1,11 +1,7 @@
 """
 Checks and converts numbers and paths that users pass as arguments, and formats any value for an error message.
 
-    whole_number, real_number    an int or a float, or None if the value is no such number
-    shown                        one line for a message, whatever the value is
-
-NumPy's numbers and tensors of one element count as numbers. Most packages call these functions; the caller decides what
-happens with a wrong value.
+NumPy's numbers and tensors of one element count as numbers.
 """
 
 from __future__ import annotations

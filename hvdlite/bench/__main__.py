@@ -1,7 +1,7 @@
 """
 `python -m hvdlite.bench`: runs a command on all ranks, and reports what was measured, even after Ctrl-C or an error.
 
-    words ── parse ── BenchRequest: a command, and the common flags ── Ranks ── Command.run ── BenchReport ── files
+    words ── parse ── a Command ── Command.run, on all Ranks ── BenchReport ── files
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,10 @@ from ..rendezvous.launchers import read_placement
 from ..runtime.make_world import World, own_version
 from ..runtime.world import current_world, init
 from .allreduce import AllReduceComparison
-from .arguments import OptionError, choice_flag, flag
+from .arguments import OptionError
 from .links import SlowLinks
 from .ranks import Ranks
-from .report import SUFFIXES, BenchReport, Command, figure_of, require_matplotlib
+from .report import SUFFIXES, Command, figure_of, require_matplotlib
 from .variants import Memory, Step
 
 PROGRAM = "hvdlite.bench"
@@ -50,58 +50,30 @@ Whatever is compared takes turns in one process. Tables show medians and quartil
 what has been measured so far. docs/measuring.md, in the sources, explains each figure.
 """
 _COMMANDS: dict[str, type[Command]] = {each.name: each for each in (AllReduceComparison, Step, Memory, SlowLinks)}
-_DEVICE = choice_flag("auto|cpu|cuda", ("auto", "cpu", "cuda"), "where the tensors are; auto: cuda if there is a GPU")
 _USAGE = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-@dataclass(frozen=True)
-class CommonFlags:
-    """The flags that every command has: the device of tensors, and the files to write a report to."""
-
-    device: str = field(default="auto", metadata=_DEVICE)
-    json: Path | None = field(default=None, metadata=flag("FILE", Path, "write all figures and samples to this file"))
-    plot: Path | None = field(
-        default=None, metadata=flag("FILE.png", Path, "plot them to this file (needs matplotlib)")
-    )
-
-    def device_type(self) -> str:
-        """Returns ``cpu`` or ``cuda``. Raises OptionError if ``cuda`` is requested and there is no GPU or no NCCL."""
-        has_cuda = torch.cuda.is_available() and dist.is_nccl_available()
-        if self.device == "cuda" and not has_cuda:
-            raise OptionError("--device cuda: there is no CUDA device here, or torch has no NCCL")
-        return ("cuda" if has_cuda else "cpu") if self.device == "auto" else self.device
-
-    def check_files(self) -> None:
-        """Raises OptionError if a file cannot be written. Creates no file."""
-        if self.plot is not None:
-            if self.plot.suffix.lower() not in SUFFIXES:
-                raise OptionError(f"--plot: {str(self.plot)!r} does not end in {', '.join(SUFFIXES)}")
-            require_matplotlib()
-        for name, path in (("--json", self.json), ("--plot", self.plot)):
-            if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-                raise OptionError(
-                    f"{name}: {str(path)!r} cannot be written: it is a directory, or there is no directory for it, or "
-                    "permission is denied"
-                )
-
-    def write_files(self, report: BenchReport, about: Mapping[str, Any]) -> Iterator[Path]:
-        """Writes the requested files, and yields the path of each. ``about`` describes the run, in the JSON file."""
-        if self.json is not None:
-            self.json.write_text(json.dumps({**about, **report.data}, indent=1) + "\n")
-            yield self.json.absolute()
-        if self.plot is not None:
-            figure_of(report.chart).savefig(self.plot, dpi=150)
-            yield self.plot.absolute()
+def device_type(device: str) -> str:
+    """Returns ``cpu`` or ``cuda``. Raises OptionError if ``cuda`` is requested and there is no GPU or no NCCL."""
+    has_cuda = torch.cuda.is_available() and dist.is_nccl_available()
+    if device == "cuda" and not has_cuda:
+        raise OptionError("--device cuda: there is no CUDA device here, or torch has no NCCL")
+    return ("cuda" if has_cuda else "cpu") if device == "auto" else device
 
 
-class BenchRequest(NamedTuple):
-    """The parsed command line. ``device_type`` is cpu or cuda; ``given`` has the values of all flags."""
-
-    command: Command
-    common: CommonFlags
-    device_type: str
-    given: dict[str, Any]
+def _check_files(json_path: Path | None, plot: Path | None) -> None:
+    """Raises OptionError if a file cannot be written. Creates no file."""
+    if plot is not None:
+        if plot.suffix.lower() not in SUFFIXES:
+            raise OptionError(f"--plot: {str(plot)!r} does not end in {', '.join(SUFFIXES)}")
+        require_matplotlib()
+    for name, path in (("--json", json_path), ("--plot", plot)):
+        if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+            raise OptionError(
+                f"{name}: {str(path)!r} cannot be written: it is a directory, or there is no directory for it, or "
+                "permission is denied"
+            )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -109,8 +81,8 @@ class _Parser(argparse.ArgumentParser):
         raise OptionError(f"{self.prog}: {message.removeprefix('argument ')}")
 
 
-def parse(words: Sequence[str] | None, *, is_first: bool) -> BenchRequest:
-    """Parses the command line. Raises OptionError. Only the first rank prints help and checks the files."""
+def parse(words: Sequence[str] | None, *, is_first: bool) -> tuple[Command, argparse.Namespace]:
+    """Returns the command and all flags. Raises OptionError. Only the first rank prints help and checks the files."""
     parser = _Parser(
         prog=PROGRAM,
         description="How fast hvdlite is on this cluster, compared with DDP, Horovod, gloo and NCCL.",
@@ -119,29 +91,27 @@ def parse(words: Sequence[str] | None, *, is_first: bool) -> BenchRequest:
         allow_abbrev=False,
     )
     parsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    where = "where the tensors are; auto: cuda if there is a GPU"
     for name, kind in _COMMANDS.items():
         command = parsers.add_parser(name, help=kind.help, description=kind.help, allow_abbrev=False)
-        for each in (*_flags_of(kind), *_flags_of(CommonFlags)):
-            command.add_argument(f"--{each.name}", default=each.default, **each.metadata)
+        for each in fields(kind):
+            if each.metadata:
+                command.add_argument(f"--{each.name}", default=each.default, **each.metadata)
+        choices = ("auto", "cpu", "cuda")
+        command.add_argument("--device", default="auto", choices=choices, metavar="|".join(choices), help=where)
+        command.add_argument("--json", type=Path, metavar="FILE", help="write all figures and samples to this file")
+        command.add_argument("--plot", type=Path, metavar="FILE.png", help="plot them to this file (needs matplotlib)")
     with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
-        given = vars(parser.parse_args(words))
-
-    def made(kind: type[Any]) -> Any:
-        return kind(**{each.name: given[each.name] for each in _flags_of(kind)})
-
+        given = parser.parse_args(words)
+    kind = _COMMANDS[given.command]
     try:
-        common: CommonFlags = made(CommonFlags)
-        kind = _COMMANDS[given["command"]]
-        request = BenchRequest(made(kind), common, common.device_type(), given)
+        made = kind(**{each.name: getattr(given, each.name) for each in fields(kind) if each.metadata})
+        device_type(given.device)
         if is_first:
-            common.check_files()
+            _check_files(given.json, given.plot)
     except OptionError as error:
-        raise OptionError(f"{PROGRAM} {given['command']}: {error}") from None
-    return request
-
-
-def _flags_of(kind: type[Any]) -> list[Field[Any]]:
-    return [each for each in fields(kind) if each.metadata]
+        raise OptionError(f"{PROGRAM} {given.command}: {error}") from None
+    return made, given
 
 
 def main() -> int:
@@ -175,9 +145,9 @@ def _signals_ignored() -> Iterator[None]:
 
 def _run() -> int:
     placement = read_placement(os.environ)
-    request = problem = None
+    parsed = problem = None
     try:
-        request = parse(None, is_first=placement is None or placement.rank == 0)
+        parsed = parse(None, is_first=placement is None or placement.rank == 0)
     except OptionError as error:
         problem = str(error)
     init()
@@ -186,11 +156,11 @@ def _run() -> int:
     # ranks must continue, or none.
     problems = world.group.all_gather_json(problem, "start of the benchmark")
     problem = next((each for each in problems if each is not None), None)
-    if request is not None and problem is None:
+    if parsed is not None and problem is None:
         try:
-            return _measure(request, world)
+            return _measure(*parsed, world)
         except OptionError as error:
-            problem = f"{PROGRAM} {request.command.name}: {error}"
+            problem = f"{PROGRAM} {parsed[0].name}: {error}"
     if world.group.rank == 0:
         _write(problem or "", sys.stderr)
     # No rank may exit before rank 0 has written: the launcher would kill rank 0.
@@ -198,13 +168,13 @@ def _run() -> int:
     return _USAGE
 
 
-def _measure(request: BenchRequest, world: World) -> int:
-    ranks = Ranks(world, request.device_type)
-    request.command.prepare(ranks)
-    ranks.show_progress(request.command.turns)
+def _measure(command: Command, given: argparse.Namespace, world: World) -> int:
+    ranks = Ranks(world, device_type(given.device))
+    command.prepare(ranks)
+    ranks.show_progress(command.turns)
     code, complete = 0, False
     try:
-        request.command.run(ranks)
+        command.run(ranks)
         complete = True
     except RuntimeError as error:
         if says_peer_lost(error):
@@ -215,18 +185,18 @@ def _measure(request: BenchRequest, world: World) -> int:
         with _signals_ignored():
             ranks.hide_progress()
             if ranks.rank == 0:
-                code = _report(request, ranks, complete)
+                code = _report(command, given, ranks, complete)
     ranks.close()
     return code
 
 
-def _report(request: BenchRequest, ranks: Ranks, complete: bool) -> int:
+def _report(command: Command, given: argparse.Namespace, ranks: Ranks, complete: bool) -> int:
     """Writes the files, prints the report, and returns the exit code."""
-    name, report = request.command.name, request.command.report()
+    report = command.report()
     code = report.code
     about = {
-        "command": name,
-        "options": {name: str(value) for name, value in request.given.items() if value is not None},
+        "command": command.name,
+        "options": {name: str(value) for name, value in vars(given).items() if value is not None},
         "complete": complete,
         "hvdlite": own_version(),
         "torch": torch.__version__,
@@ -236,10 +206,14 @@ def _report(request: BenchRequest, ranks: Ranks, complete: bool) -> int:
         "threads_per_rank": torch.get_num_threads(),
     }
     try:
-        for path in request.common.write_files(report, about):
-            _write(f"{PROGRAM}: wrote {path}", sys.stderr)
+        if given.json is not None:
+            given.json.write_text(json.dumps({**about, **report.data}, indent=1) + "\n")
+            _write(f"{PROGRAM}: wrote {given.json.absolute()}", sys.stderr)
+        if given.plot is not None:
+            figure_of(report.chart).savefig(given.plot, dpi=150)
+            _write(f"{PROGRAM}: wrote {given.plot.absolute()}", sys.stderr)
     except OSError as error:
-        _write(f"{PROGRAM} {name}: {error}", sys.stderr)
+        _write(f"{PROGRAM} {command.name}: {error}", sys.stderr)
         code = 1
     _write(report.text + ("" if complete else "\n\ninterrupted: this was measured so far"), sys.stdout)
     return code

@@ -37,7 +37,7 @@ from ..rendezvous.launchers import read_placement
 from .arguments import OptionError, flag, read_count, show_count, show_ratio, show_size, show_time, some_of
 from .namespaces import Hosts, bits_per_s
 from .ranks import Job, Ranks, Samples
-from .report import Bars, BenchReport, Case, Chart, Columns, Command, Row, grouped, quartiles_of, ratio_of, spread
+from .report import BenchReport, Case, Columns, Command, Row, quartiles_of, ratio_of, spread
 from .training import (
     BATCH,
     MODEL,
@@ -224,6 +224,7 @@ class SlowLinks(Command):
         "steps": lambda row: str(row["count"] * row["interval"]),
     }
     text_columns = 2
+    chart_title, panel = "Training steps over slow links", "rate"
 
     def __post_init__(self) -> None:
         self._makes_hosts = self.rates != (AS_IS,)
@@ -323,14 +324,8 @@ class SlowLinks(Command):
         # With the count of `samples_s`, which is the same.
         return {**row, "interval": TECHNIQUES[name].interval, **spread(self.sent[case.label][name], "bytes")}
 
-    def chart(self, rows: Sequence[Row]) -> Chart:
-        panels = []
-        for rate, of_rate in grouped(rows, "rate").items():
-            ratios = [show_ratio(row["times_faster_than_ddp"]) for row in of_rate]
-            texts = [f"{show_time(row['median_s'])}, {ratio} × ddp" for row, ratio in zip(of_rate, ratios, strict=True)]
-            panels.append(Bars(rate, "ms of a step", of_rate, "s", 1e-3, texts))
-        caption = f"{self.title()}. Medians, of the slowest rank; whiskers are quartiles. × ddp: above 1 is faster."
-        return Chart("Training steps over slow links", caption, panels)
+    def text_of(self, row: Row) -> str:
+        return f"{show_time(row['median_s'])}, {show_ratio(row['times_faster_than_ddp'])} × ddp"
 
     def report(self) -> BenchReport:
         report = super().report()

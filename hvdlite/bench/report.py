@@ -70,21 +70,17 @@ class TimesBySize:
 
 @dataclass(frozen=True)
 class Bars:
-    """A panel of horizontal bars, one for each row, with quartiles as whiskers and ``texts`` at their ends.
-
-    A bar's length is ``median_<unit>`` / ``one``, which is in ``label``.
-    """
+    """A panel of horizontal bars, one for each row, with quartiles as whiskers and ``texts`` at their ends."""
 
     title: str
-    label: str
     rows: Sequence[Row]
     unit: str
-    one: float
     texts: Sequence[str]
 
     def draw(self, axes: Any) -> None:
         names = [row["variant"] for row in self.rows]
-        low, median, high = ([row[f"{key}_{self.unit}"] / self.one for row in self.rows] for key in _QUARTILES)
+        one, label = {"s": (1e-3, "ms"), "bytes": (2**20, "MB")}[self.unit]
+        low, median, high = ([row[f"{key}_{self.unit}"] / one for row in self.rows] for key in _QUARTILES)
         whiskers = [
             [m - q for m, q in zip(median, low, strict=True)],
             [q - m for m, q in zip(median, high, strict=True)],
@@ -94,7 +90,7 @@ class Bars:
         axes.grid(visible=False, axis="y")
         axes.margins(x=0.45)
         axes.invert_yaxis()
-        axes.set_xlabel(self.label)
+        axes.set_xlabel(label)
 
 
 @dataclass(frozen=True)
@@ -196,6 +192,9 @@ class Command(ABC):
     name: ClassVar[str]
     help: ClassVar[str]
     unit: ClassVar[str] = "s"
+    chart_title: ClassVar[str]
+    panel: ClassVar[str]
+    """The entry of rows by which the chart has panels."""
     columns: ClassVar[Columns]
     text_columns: ClassVar[int]
     """The number of columns, from the left, that hold text."""
@@ -220,9 +219,17 @@ class Command(ABC):
     def describe(self, case: Case, name: str, medians: Mapping[str, float]) -> Row:
         """Returns the entries of the row of ``name`` besides its quartiles. ``medians`` has those of all names."""
 
-    @abstractmethod
+    def text_of(self, row: Row) -> str:
+        """Returns what stands beside the bar of a row."""
+        raise NotImplementedError
+
     def chart(self, rows: Sequence[Row]) -> Chart:
         """Returns the chart of the rows."""
+        panels = [
+            Bars(f"{title}", of_panel, self.unit, [self.text_of(row) for row in of_panel])
+            for title, of_panel in grouped(rows, self.panel).items()
+        ]
+        return Chart(self.chart_title, f"{self.title()}. Medians; whiskers are quartiles.", panels)
 
     def report(self) -> BenchReport:
         """Returns the report of the measurements so far."""

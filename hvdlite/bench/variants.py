@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from torch import nn
 
 from .arguments import OptionError, count_flag, flag, show_ratio, show_size, show_time, some_of
 from .ranks import Ranks
-from .report import Bars, Case, Chart, Columns, Command, Row, grouped, quartiles_of, ratio_of
+from .report import Case, Columns, Command, Row, quartiles_of, ratio_of
 from .training import (
     BATCH,
     MODEL,
@@ -69,6 +68,7 @@ class Step(Command):
         "steps": lambda row: str(row["count"]),
     }
     text_columns = 2
+    chart_title, panel = "How long a training step takes", "model"
 
     def __post_init__(self) -> None:
         self._variants = list(self.variants or _USUAL_OF_STEP)
@@ -126,14 +126,8 @@ class Step(Command):
         times = {f"times_{each}": ratio_of(medians[name], medians.get(each)) for each in ("none", "ddp")}
         return {"variant": name, **times}
 
-    def chart(self, rows: Sequence[Row]) -> Chart:
-        panels = []
-        for model, of_model in grouped(rows, "model").items():
-            texts = [f"{show_time(row['median_s'])}, {show_ratio(row['times_none'])} × none" for row in of_model]
-            title = f"{model}, batch {of_model[0]['batch']} of each rank"
-            panels.append(Bars(title, "ms", of_model, "s", 1e-3, texts))
-        caption = f"{self.job}. Medians, of the slowest rank; whiskers are quartiles."
-        return Chart("How long a training step takes", caption, panels)
+    def text_of(self, row: Row) -> str:
+        return f"{show_time(row['median_s'])}, {show_ratio(row['times_none'])} × none"
 
 
 REFERENCE = "ddp-view"
@@ -149,12 +143,11 @@ def _problem(device: torch.device) -> str | None:
     """Returns why memory cannot be measured here, or None if it can."""
     if device.type == "cuda":
         return None
-    if not sys.platform.startswith("linux") or not _ROLLUP.exists() or "Pss_Shmem:" not in _ROLLUP.read_text():
-        return "the memory of a CPU's ranks is measured by Linux's /proc/self/smaps_rollup, which is not here"
     try:
         _CLEAR_REFS.write_text(_RESET_PEAK)
-    except OSError as error:
-        return f"the memory of a CPU's ranks needs {_CLEAR_REFS}: {error.strerror}"
+        _kilobytes(_ROLLUP, "Pss_Shmem")
+    except (OSError, StopIteration) as error:
+        return f"the memory of a CPU's ranks is measured by Linux's {_ROLLUP} and {_CLEAR_REFS}: {error}"
     return None
 
 
@@ -211,6 +204,7 @@ class Memory(Command):
         "times": lambda row: str(row["count"]),
     }
     unit, text_columns = "bytes", 1
+    chart_title, panel = "The most memory that training takes above the model", "model"
     notes = (
         "Gradients, buckets, wires, activations, optimizer state; "
         "shared memory is counted once among the ranks of a host.",
@@ -280,7 +274,5 @@ class Memory(Command):
             "times_reference": ratio_of(most, reference),
         }
 
-    def chart(self, rows: Sequence[Row]) -> Chart:
-        bars = Bars("", "MB", rows, "bytes", 2**20, [show_size(row["median_bytes"]) for row in rows])
-        caption = f"{self.title()}. Medians; whiskers are quartiles."
-        return Chart("The most memory that training takes above the model", caption, [bars])
+    def text_of(self, row: Row) -> str:
+        return show_size(row["median_bytes"])

@@ -41,11 +41,7 @@ OPERATIONS = Row(0, "operations")
 
 
 class GpuClock:
-    """Reads the host's clock when a GPU reaches points of its stream, in the order of the calls to `see`.
-
-    A thread waits for each CUDA event, so there is no polling, and no conversion between clocks. The times are exact
-    to the few microseconds that it takes to wake a thread.
-    """
+    """Reads the host's clock when a GPU reaches points of its stream: a thread waits for each of them."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -53,10 +49,9 @@ class GpuClock:
         self._thread: threading.Thread | None = None
 
     def see(self, began: Any, ended: Any, then: Callable[[int, int], object]) -> None:
-        """Call ``then`` with the times (ns) at which the GPU reached both points; returns at once.
+        """Has the clock's thread call ``then`` with the times (ns) at which the GPU reached both points.
 
-        The clock's thread makes the call, once the GPU has reached them. Each is a `torch.cuda.Event` that has been
-        recorded, with ``blocking=True`` so that waiting uses no CPU.
+        Each is a `torch.cuda.Event` that has been recorded, with ``blocking=True`` so that waiting uses no CPU.
         """
         with self._starting:
             if self._thread is None:
@@ -207,9 +202,7 @@ class _Writer:
         self._named: set[Row] = set()
         self._waking = threading.Event()
         self._is_ending = False
-        name = {"name": "process_name", "args": {"name": recording.process}}
-        order = {"name": "process_sort_index", "args": {"sort_index": recording.rank}}
-        self._write([self._about(name), self._about(order)], before="[\n")
+        self._write(self._introduce("process", recording.process, recording.rank), before="[\n")
         self._thread = threading.Thread(target=self._run, name="hvdlite-timeline", daemon=True)
         self._thread.start()
 
@@ -235,7 +228,7 @@ class _Writer:
             kind, row, name, start_ns, stop_ns, extra = self.events.popleft()
             if row not in self._named:
                 self._named.add(row)
-                lines += self._introduce(row)
+                lines += self._introduce("thread", row.name, row.number, tid=row.number)
             lines += self._lines(kind, row, name, start_ns, stop_ns, extra)
         if lines:
             self._write(lines)
@@ -252,13 +245,12 @@ class _Writer:
         common += f',"cat":"waiting","id":"{rank}.{extra}"'
         return [f'{{"ph":"b",{common},"ts":{start:.3f}}}', f'{{"ph":"e",{common},"ts":{stop:.3f}}}']
 
-    def _introduce(self, row: Row) -> list[str]:
-        name = {"name": "thread_name", "tid": row.number, "args": {"name": row.name}}
-        order = {"name": "thread_sort_index", "tid": row.number, "args": {"sort_index": row.number}}
-        return [self._about(name), self._about(order)]
-
-    def _about(self, fields: dict[str, Any]) -> str:
-        return json.dumps({"ph": "M", "pid": self._to.rank, **fields})
+    def _introduce(self, what: str, name: str, place: int, **thread: int) -> list[str]:
+        about = {"ph": "M", "pid": self._to.rank}
+        return [
+            json.dumps({**about, "name": f"{what}_name", **thread, "args": {"name": name}}),
+            json.dumps({**about, "name": f"{what}_sort_index", **thread, "args": {"sort_index": place}}),
+        ]
 
     def _write(self, lines: list[str], before: str = "") -> None:
         # Every line ends with a comma, and no bracket closes the file: so the file is readable wherever it is cut off.

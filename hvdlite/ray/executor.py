@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from ..errors import CommunicationError
 from ..runtime.world import shutdown
@@ -115,13 +115,11 @@ class RayExecutor:
         if gpus_per_worker is not None and not use_gpu:
             raise ValueError(f"RayExecutor(gpus_per_worker={shown(gpus_per_worker)}) needs use_gpu=True")
         self._settings = settings or ExecutorSettings()
-        if not isinstance(self._settings, ExecutorSettings):
-            raise TypeError(f"RayExecutor(settings={shown(settings)}): make them with RayExecutor.create_settings()")
         self._use_current_group = use_current_placement_group
-        per_worker = {"CPU": _at_least(0, cpus_per_worker, "cpus_per_worker")}
+        self._per_worker = {"CPU": _at_least(0, cpus_per_worker, "cpus_per_worker")}
         if use_gpu:
-            per_worker["GPU"] = _at_least(1, 1 if gpus_per_worker is None else gpus_per_worker, "gpus_per_worker")
-        self._per_worker = per_worker
+            gpus = 1 if gpus_per_worker is None else gpus_per_worker
+            self._per_worker["GPU"] = _at_least(1, gpus, "gpus_per_worker")
         if num_hosts is None:
             self._bundles = _at_least(1, num_workers, "num_workers")
             self._per_bundle, self._strategy = 1, "PACK"
@@ -175,7 +173,7 @@ class RayExecutor:
             self._start_workers(extra_env_vars)
             if executable_cls is not None:
                 arguments = (executable_cls, executable_args or (), executable_kwargs or {})
-                self._results([worker.make.remote(*arguments) for worker in self._workers])
+                _results([worker.make.remote(*arguments) for worker in self._workers])
         except BaseException:
             self.shutdown()
             raise
@@ -233,7 +231,7 @@ class RayExecutor:
 
         Raises the error of the first rank that failed: one that is no consequence of another rank's end, if there is.
         """
-        return self._results(self.run_remote(fn, args, kwargs, callbacks))
+        return _results(self.run_remote(fn, args, kwargs, callbacks))
 
     def run_remote(
         self,
@@ -249,7 +247,7 @@ class RayExecutor:
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
         """Calls ``fn(executable)`` in all ranks, with the object that `start` made there; returns as `run` does."""
         _refuse(callbacks)
-        return self._results([worker.execute.remote(fn) for worker in self._all_workers()])
+        return _results([worker.execute.remote(fn) for worker in self._all_workers()])
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Calls ``fn(executable)`` in rank 0 alone, and returns what it returned."""
@@ -278,28 +276,20 @@ class RayExecutor:
             raise RuntimeError("RayExecutor: call start() first")
         return self._workers
 
-    def _results(self, refs: Sequence[Any]) -> list[Any]:
-        left = list(refs)
-        while left:
-            done, left = _ray.wait(left, num_returns=1)
-            if any(_error_of(ref) is not None for ref in done):
-                _raise_cause(refs)
-        return list(_ray.get(list(refs)))
 
-
-def _raise_cause(refs: Sequence[Any]) -> NoReturn:
-    done, _ = _ray.wait(list(refs), num_returns=len(refs), timeout=_CAUSE_S)
-    errors = [error for error in map(_error_of, done) if error is not None]
-    causes = [error for error in errors if not isinstance(error, CommunicationError)]
-    raise (causes or errors)[0]
-
-
-def _error_of(ref: Any) -> Exception | None:
-    try:
-        _ray.get(ref)
-    except Exception as error:  # noqa: BLE001  # whatever the function has raised
-        return error
-    return None
+def _results(refs: Sequence[Any]) -> list[Any]:
+    left, consequence = list(refs), None
+    while left:
+        done, left = _ray.wait(left, timeout=None if consequence is None else _CAUSE_S)
+        if not done:
+            break
+        try:
+            _ray.get(done)
+        except CommunicationError as error:
+            consequence = consequence or error
+    if consequence is not None:
+        raise consequence
+    return list(_ray.get(list(refs)))
 
 
 def _at_least(least: int, given: Any, name: str) -> int:
