@@ -91,18 +91,11 @@ def connect_both_ways(store: Store, own: int) -> None:
 
     Raises a `BlockedError` on both if it fails in a direction. Nobody accepts the connections, and nothing is sent.
     """
-    try:
-        address = address_for_others()
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family)
-    except OSError as error:
-        store.set(f"address/{own}", json.dumps(None))
-        raise RuntimeError(f"it cannot listen on an address that other hosts reach: {error}") from error
-    with listener:
+    address = address_for_others()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as listener:
         store.set(f"address/{own}", json.dumps(listener.getsockname()[:2]))
         of_peer = json.loads(store.get(f"address/{1 - own}"))
-        if of_peer is None:
-            raise RuntimeError("the other host cannot listen on an address that this one reaches")
         why = ""
         try:
             socket.create_connection(tuple(of_peer), _TCP_S).close()
@@ -169,7 +162,7 @@ def main(roll_call_s: float) -> None:
                 if not error.own:  # the peer says why
                     continue
                 line["blocked"] = error.own
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 line["error"] = without_noise(str(error))
             print(json.dumps(line), flush=True)
 

@@ -253,6 +253,7 @@ class SlowLinks(Command):
         self._failed = False
 
     def prepare(self, ranks: Ranks) -> None:
+        ranks.require(None if COUNTERS.exists() else f"bytes are counted by Linux's {COUNTERS}, which is not here")
         if self._makes_hosts:
             if ranks.size > 1 or read_placement(os.environ) is not None:
                 raise OptionError(
@@ -267,7 +268,6 @@ class SlowLinks(Command):
                 raise OptionError(f"{error}; or measure between your own hosts: {_OWN_HOSTS}") from None
         elif ranks.job.hosts < 2:
             raise OptionError(f"--rates {AS_IS}: there is no other host: {_OWN_HOSTS}")
-        ranks.require(None if COUNTERS.exists() else f"bytes are counted by Linux's {COUNTERS}, which is not here")
 
     def run(self, ranks: Ranks) -> None:
         self.job = Job(self._count, self._count, "gloo") if self._makes_hosts else ranks.job

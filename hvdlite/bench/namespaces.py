@@ -11,16 +11,11 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 
 from .arguments import OptionError
 
-_PROGRAMS = {"ip": "iproute2", "tc": "iproute2"} | dict.fromkeys(
-    ("unshare", "nsenter", "setpriv", "taskset"), "util-linux"
-)
 # Users' paths often lack the directories of ip and tc.
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
@@ -42,26 +37,11 @@ def bits_per_s(rate: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def why_no_hosts() -> str | None:
-    """Returns why no hosts can be made here, or None if nothing is known that speaks against it."""
-    if sys.platform != "linux":
-        return "only Linux has network namespaces"
-    missing = [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
-    if missing:
-        packages = ", ".join(sorted({_PROGRAMS[name] for name in missing}))
-        return f"{', '.join(missing)} not found: install {packages} (so Debian's packages are called)"
-    if os.geteuid() != 0:
-        return "only root may make network namespaces: start it as root"
-    return None
-
-
 class Hosts:
     """A number of hosts, ``host0`` and so on. `close` them at the end."""
 
     def __init__(self, count: int) -> None:
-        """Raises OSError, with what to do, if the system does not allow it, as in many containers."""
-        if (problem := why_no_hosts()) is not None:
-            raise OSError(problem)
+        """Raises OSError if the system does not allow it, as in many containers."""
         self._holders: list[subprocess.Popen[bytes]] = []
         self._ranks: list[subprocess.Popen[bytes]] = []
         self.count = count
@@ -76,7 +56,8 @@ class Hosts:
         except (OSError, subprocess.CalledProcessError) as error:
             self.close()
             why = (getattr(error, "stderr", None) or str(error)).strip()
-            raise OSError(f"network namespaces cannot be made here: {why}") from None
+            needs = "it takes Linux, root, iproute2 and util-linux"
+            raise OSError(f"network namespaces cannot be made here ({needs}): {why}") from None
         except BaseException:
             self.close()
             raise

@@ -62,18 +62,9 @@ def test_a_communicator_of_all_ranks_is_accepted(comm):
     check_comm(comm, 3)
 
 
-@pytest.mark.parametrize(
-    ("comm", "words"),
-    [
-        ([0, 2], "To use some of them.*ProcessSet"),
-        ([1, 0, 2], "in this order"),
-        (["a"], "not a list of ranks"),
-        (7, "not a list of ranks"),
-        (Communicator(1), "has 1 ranks and the job has 3"),
-    ],
-)
-def test_any_other_communicator_is_an_error_that_names_the_way_out(comm, words):
-    with pytest.raises(ValueError, match=f"(?i){words}"):
+@pytest.mark.parametrize("comm", [[0, 2], [1, 0, 2], ["a"], 7, Communicator(1)])
+def test_any_other_communicator_is_an_error_that_names_the_way_out(comm):
+    with pytest.raises(ValueError, match=r"not all ranks of the job, 0 to 2 in this order.*mpirun.*ProcessSet"):
         check_comm(comm, 3)
 
 
