@@ -16,6 +16,7 @@ which there are two: if the program has imported ``pytorch_lightning`` and not `
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -45,15 +46,9 @@ _OPS: dict[str, ReduceOp] = {"avg": Average, "mean": Average, "sum": Sum, "min":
 
 def _lightning_names() -> tuple[str, str]:
     """Returns the names of Lightning's two packages, for PyTorch and for what Fabric shares with it."""
-    names = ("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")
-    imported = [pair for pair in names if pair[0] in sys.modules]
-    for pair in imported or names:
-        try:
-            importlib.import_module(pair[0])
-        except ModuleNotFoundError as error:
-            if error.name not in (pair[0], pair[0].partition(".")[0]):
-                raise
-        else:
+    names = [("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")]
+    for pair in sorted(names, key=lambda pair: pair[0] not in sys.modules):
+        if importlib.util.find_spec(pair[0].partition(".")[0]) is not None:
             return pair
     raise ImportError("hvdlite.lightning needs PyTorch Lightning, which is not installed: pip install lightning")
 
