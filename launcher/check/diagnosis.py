@@ -1,15 +1,15 @@
-"""The columns of the ``--check`` table: what each shows of a host's `host_facts`, and what is wrong with it.
+"""The tables of ``--check``: what each column shows of a host's `host_facts`, what is wrong with it, and what to do.
 
-`run_check` calls `diagnose`, which lists the columns, and prints them. Nothing is looked up here. If
-hosts differ, the value that most of them have is right, or the first host's value in a tie.
+`run_check` calls `diagnose`, which lists the columns, and `show`. Nothing is looked up here. If hosts differ, the value
+that most of them have is right, or the first host's value in a tie.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from ..version import VERSION
@@ -65,10 +65,7 @@ def diagnose(facts: Mapping[str, Facts], cwd: str) -> dict[str, dict[str, Cell]]
         "cores": lambda of: Cell(str(of.cores)),
         "network": _network,
         "directory": lambda of: _directory(of, cwd),
-        "cupy": lambda of: Cell(of.cupy or ""),
     }
-    if not any(of.cupy for of in facts.values()):  # it is optional
-        del judges["cupy"]
     return {host: {title: look(of_host) for title, look in judges.items()} for host, of_host in facts.items()}
 
 
@@ -92,9 +89,8 @@ def _torch(usual: Usual, of: Facts) -> Cell:
 
 
 def _cuda(usual: Usual, of: Facts) -> Cell:
-    text = (of.cuda or "") + (f" (driver {of.driver})" if of.cuda and of.driver else "")
     differs = usual.differs("CUDA of torch", _begin(of.cuda, 1))
-    return Cell(text, _both(differs, "install the same build of torch on all hosts"))
+    return Cell(of.cuda or "", _both(differs, "install the same build of torch on all hosts"))
 
 
 def _nccl(usual: Usual, of: Facts) -> Cell:
@@ -158,3 +154,90 @@ def _dotted(numbers: Iterable[int]) -> str:
 
 def _begin(version: str | None, places: int) -> str | None:
     return None if version is None else _dotted(_numbers(version)[:places])
+
+
+# -- the tables: hosts, round trips between them, and what to do
+
+_GOOD, _BAD, _NONE = "✓", "✗", "–"
+
+
+@dataclass(frozen=True)
+class RoundTrips:
+    """The round trips between hosts, by pairs in the hosts' order: the microseconds, or why there are none.
+
+    ``blocked`` has the reason why the first of two hosts cannot open a TCP connection to the second.
+    """
+
+    hosts: Sequence[str]
+    times_us: dict[tuple[str, str], float] = field(default_factory=dict)
+    troubles: dict[tuple[str, str], str] = field(default_factory=dict)
+    blocked: dict[tuple[str, str], str] = field(default_factory=dict)
+
+
+def show(rows: Mapping[str, Mapping[str, Cell] | str], trips: RoundTrips | None) -> tuple[str, bool]:
+    """Returns the text, and whether all is well. A row is a host's cells, or the reason why there are none.
+
+    ``trips`` are None if they were not measured.
+    """
+    parts = [_hosts(rows)]
+    if trips is not None:
+        parts.append(f"round trips between hosts, over gloo\n\n{_trips(trips)}")
+    elif len(rows) > 1:
+        parts.append("round trips between hosts: not measured, because fewer than two hosts have torch and hvdlite\n")
+    todo = [*_todo_of_hosts(rows), *(() if trips is None else _todo_of_round_trips(trips))]
+    if todo:
+        parts.append("what to do\n\n" + "".join(f"  {_BAD} {line}\n" for line in todo))
+    return "\n".join(parts), not todo
+
+
+def _hosts(rows: Mapping[str, Mapping[str, Cell] | str]) -> str:
+    titles = next((list(cells) for cells in rows.values() if not isinstance(cells, str)), [])
+    lines = [["host", *(f"  {title}" for title in titles)]]
+    for host, cells in rows.items():
+        if isinstance(cells, str):  # without what follows in parentheses, which is in the list of what to do
+            lines.append([host, f"{_BAD} {cells.partition(' (')[0]}"])
+        else:
+            lines.append([host, *map(_marked, cells.values())])
+    return _aligned(lines)
+
+
+def _marked(cell: Cell) -> str:
+    return f"{_BAD if cell.wrong else _GOOD if cell.text else _NONE} {cell.text}".rstrip()
+
+
+def _trips(trips: RoundTrips) -> str:
+    def cell(host: str, other: str) -> str:
+        if host == other:
+            return _NONE
+        us = trips.times_us.get((host, other), trips.times_us.get((other, host)))
+        return _BAD if us is None else f"{us:.0f} µs" if us < 1000 else f"{us / 1000:.1f} ms"
+
+    return _aligned(
+        [["", *trips.hosts], *([host, *(cell(host, each) for each in trips.hosts)] for host in trips.hosts)]
+    )
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Aligns the lines in columns. A line with fewer cells than others may extend beyond them."""
+    count = max(map(len, lines))
+    widths = [max((len(line[i]) for line in lines if len(line) == count), default=0) for i in range(count)]
+    widths[0] = max(len(line[0]) for line in lines)
+    rows = ["  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=False)) for line in lines]
+    return "".join(f"{row.rstrip()}\n" for row in rows)
+
+
+def _todo_of_hosts(rows: Mapping[str, Mapping[str, Cell] | str]) -> Iterator[str]:
+    for host, cells in rows.items():
+        if isinstance(cells, str):
+            yield f"{host}: {cells}"
+        else:
+            yield from (f"{host}: {cell.wrong}" for cell in cells.values() if cell.wrong)
+
+
+def _todo_of_round_trips(trips: RoundTrips) -> Iterator[str]:
+    for (host, other), why in trips.troubles.items():
+        step = "allow TCP between them, or choose another network with --network-interface"
+        yield f"{host} and {other}: {why} ({step})"
+    for (host, other), why in trips.blocked.items():
+        step = "a firewall? Allow TCP there, usually on ports 32768-60999, or choose a network with --network-interface"
+        yield f"{host} cannot connect to {other}: {why} ({step})"

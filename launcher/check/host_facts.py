@@ -39,8 +39,6 @@ class Facts:
     sockets: str | None = None
     interfaces: tuple[str, ...] = ()
     devices: int = 0
-    driver: str | None = None
-    cupy: str | None = None
     torch: str | None = None
     torch_error: str | None = None
     gloo: bool = False
@@ -67,8 +65,6 @@ def main(cwd: str, machine: str) -> None:
         "sockets": os.environ.get("GLOO_SOCKET_IFNAME"),
         "interfaces": [name for _, name in socket.if_nameindex()],
         "devices": _devices(),
-        "driver": _driver(),
-        "cupy": next(filter(None, map(_installed, ("cupy", "cupy-cuda12x", "cupy-cuda13x"))), None),
     }
     # In a child process, since importing a broken installation may crash it.
     facts |= _in_child(_imports)
@@ -139,24 +135,11 @@ def _devices() -> int:
     return 0 if hidden else sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir("/dev"))
 
 
-def _driver() -> str | None:
-    try:
-        with open("/proc/driver/nvidia/version") as file:
-            found = re.search(r"\b\d+\.\d+(\.\d+)?\b", file.readline())
-    except OSError:
-        return None
-    return found and found[0]
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _version_of_hvdlite() -> str:
-    return _installed("hvdlite") or SOURCE_TREE
+    try:
+        return metadata.version("hvdlite")
+    except metadata.PackageNotFoundError:
+        return SOURCE_TREE
 
 
 def _first_line(error: object) -> str:
