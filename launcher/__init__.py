@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from .errors import JobError
 
-# Type checkers know this name. Importing `typing` takes a while, during which Ctrl-C shows a traceback: see `__main__`.
+# Type checkers know this name. `__main__` has to be reached fast, and importing `typing` takes a while.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -14,7 +14,6 @@ imports this module only when a file is given, as PyYAML takes 20 ms to import.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator
 
 import yaml
@@ -134,17 +133,8 @@ def _text(node: yaml.Node) -> str | None:
         raise UsageError(f"the YAML tag {node.tag!r} is not supported here: leave it out")
     if not isinstance(node, yaml.ScalarNode):
         raise UsageError("a list or mapping within another is not supported")
-    if not _fits_on_a_command_line(node.value):
-        raise UsageError("it has a character that a command line cannot contain")
     return None if _is_nothing(node) else str(node.value)
 
 
 def _is_nothing(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and node.style is None and node.value.lower() in ("", "~", "null")
-
-
-def _fits_on_a_command_line(text: str) -> bool:
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False

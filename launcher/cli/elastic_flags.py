@@ -69,12 +69,6 @@ _OF_ELASTIC = (
     *("elastic_timeout", "hang_timeout", "reset_limit", "blacklist_cooldown_range"),
 )
 
-OF_WORKERS = frozenset({*_OF_ELASTIC, "min_np", "on_failure", "max_restarts"} - {"slots_per_host"})
-"""The dests of flags about workers, and not about hosts."""
-
-TEXTS = ("host_discovery_script", "on_failure")
-"""The dests of flags whose value is text and cannot be a number, besides those that take any text."""
-
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds all flags to ``parser``; one that is not given is None."""

@@ -8,6 +8,7 @@ An error in a flag is a `UsageError`. `hvdlite_run` does what the flags ask for.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -171,12 +172,6 @@ class Parser(argparse.ArgumentParser):
     def flags(self) -> tuple[argparse.Action, ...]:
         return tuple(self._actions)
 
-    @property
-    def texts(self) -> frozenset[str]:
-        """The dests of flags whose value is text and cannot be a number; that of a variable can."""
-        of_text = (flag.dest for flag in self.flags if flag.nargs != 0 and flag.type in (None, _ssh_words, _interfaces))
-        return frozenset({*of_text, *elastic_flags.TEXTS, *horovodrun_flags.TEXTS} - {"exports"})
-
     def split_command(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
         """Returns the launcher's flags, and the command: from the first word that is no flag, or after ``--``."""
         values = {name: _count_values(flag) for flag in self.flags for name in flag.option_strings}
@@ -218,6 +213,8 @@ class Parser(argparse.ArgumentParser):
     def words_for(self, flag: argparse.Action, value: Value) -> list[str]:
         """Returns the words that set ``flag`` to ``value``; a `UsageError` does not name the flag."""
         words = _words_that_say(flag, value, self._opposite(flag))
+        if not all(map(_fits_on_a_command_line, words)):
+            raise UsageError("it has a character that a command line cannot contain")
         try:
             self.parse_args(words)
         except UsageError as error:
@@ -238,6 +235,13 @@ class Parser(argparse.ArgumentParser):
             )
         known = [option for action in self.flags for option in action.option_strings]
         return UsageError(f"unknown flag {name}; {closest(name, known)}. Flags of your program come after its name")
+
+
+def _fits_on_a_command_line(word: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(word)
+    except UnicodeEncodeError:
+        return False
 
 
 def _count_values(flag: argparse.Action) -> int:

@@ -1,8 +1,5 @@
 """The flags of horovodrun that tune a job: a table with the effect of each, or the reason why it has none.
 
-    Sets      sets a variable of the workers, which `hvdlite.environment` (or NCCL) reads
-    Idle      has no effect: a line on stderr gives the reason, unless the flag asks for what hvdlite does anyway
-
 `flag_parser` and `hvdlite_run` use the table. Flags about hosts, ranks and what is shown are hvdlite-run's own too, and
 in `flag_parser`.
 """
@@ -12,10 +9,10 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
+from ..system.terminal_text import say
 from .flag_values import decimal
 
 HELP = """\
@@ -64,25 +61,39 @@ _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 
 @dataclass(frozen=True)
-class Sets:
-    """A flag that sets ``variable`` to its value converted by ``read``, or to ``value`` if the flag is a switch."""
+class Flag:
+    """A flag that sets ``variable``, which `hvdlite.environment` or NCCL reads; or has no effect if that is None.
 
-    names: tuple[str, ...]
-    variable: str
-    read: Read | None = None
-    value: str = "1"
-
-
-@dataclass(frozen=True)
-class Idle:
-    """A flag without effect. ``why`` is shown to the user; None if the flag asks for what hvdlite does anyway.
-
-    ``read`` is None for a switch.
+    ``read`` converts its value; None for a switch, which sets ``value``. A line on stderr tells ``why`` it has no
+    effect; "" if it asks for what hvdlite does anyway.
     """
 
     names: tuple[str, ...]
-    why: str | None
+    variable: str | None
     read: Read | None = None
+    value: str = "1"
+    why: str = ""
+
+    @property
+    def name(self) -> str:
+        """As in Horovod's messages."""
+        return self.names[0].lstrip("-").replace("-", "_")
+
+    @property
+    def dest(self) -> str:
+        # Flags that set the same variable share a dest, so the last one counts.
+        return self.variable or self.name
+
+    def parse(self, text: str) -> str:
+        assert self.read is not None, "it is no switch"
+        try:
+            return self.read(self.name, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _idle(name: str, why: str, read: Read | None = None) -> Flag:
+    return Flag((f"--{name}",), None, read, why=why)
 
 
 def _number(name: str, text: str) -> str:
@@ -144,96 +155,70 @@ _NO_SAMPLES = "autotune measures once, before the first step, and has no setting
 _NO_MPI = "hvdlite-run does not call mpirun"
 _ITSELF = "hvdlite-run starts the workers itself"
 
-ROWS: tuple[Sets | Idle, ...] = (
-    Sets(("--fusion-threshold-mb",), "HVDLITE_FUSION_THRESHOLD", _bytes_of_mebibytes),
-    Sets(("--autotune",), "HVDLITE_AUTOTUNE"),
-    Sets(("--no-autotune",), "HVDLITE_AUTOTUNE", value="0"),
-    Sets(("--autotune-log-file",), "HVDLITE_AUTOTUNE_LOG", _path),
-    Sets(("--timeline-filename",), "HVDLITE_TIMELINE", _timeline),
-    Sets(("--stall-check",), _STALL_CHECK_DISABLE, value="0"),
-    Sets(("--no-stall-check",), _STALL_CHECK_DISABLE),
-    Sets(("--stall-check-warning-time-seconds",), "HVDLITE_STALL_CHECK_TIME_S", _positive),
-    Sets(("--stall-check-shutdown-time-seconds",), "HVDLITE_STALL_SHUTDOWN_S", _number),
-    Sets(("--gloo-timeout-seconds",), "HVDLITE_GLOO_TIMEOUT_SECONDS", _positive),
-    Sets(("--log-level",), "HVDLITE_LOG_LEVEL", _level),
-    Sets(("--log-with-timestamp", "--no-log-hide-timestamp"), _LOG_HIDE_TIME, value="0"),
-    Sets(("--log-without-timestamp", "--log-hide-timestamp"), _LOG_HIDE_TIME),
-    Sets(("--hierarchical-allreduce",), _HIERARCHICAL),
-    Sets(("--no-hierarchical-allreduce",), _HIERARCHICAL, value="0"),
-    Sets(("--tcp",), "NCCL_IB_DISABLE"),
-    Idle(("--gloo",), None),
-    Idle(("--cycle-time-ms",), _NO_CYCLES, _number),
-    Idle(("--timeline-mark-cycles",), _NO_CYCLES),
-    Idle(("--no-timeline-mark-cycles",), None),
-    Idle(("--cache-capacity",), "the ranks agree on their buckets once, so there is nothing to cache", _number),
-    Idle(("--disable-cache",), "hvdlite-run checks the hosts anew for each job and caches nothing"),
-    Idle(("--num-nccl-streams",), "PyTorch manages the streams of NCCL", _number),
-    Idle(
-        ("--thread-affinity",),
+FLAGS = (
+    Flag(("--fusion-threshold-mb",), "HVDLITE_FUSION_THRESHOLD", _bytes_of_mebibytes),
+    Flag(("--autotune",), "HVDLITE_AUTOTUNE"),
+    Flag(("--no-autotune",), "HVDLITE_AUTOTUNE", value="0"),
+    Flag(("--autotune-log-file",), "HVDLITE_AUTOTUNE_LOG", _path),
+    Flag(("--timeline-filename",), "HVDLITE_TIMELINE", _timeline),
+    Flag(("--stall-check",), _STALL_CHECK_DISABLE, value="0"),
+    Flag(("--no-stall-check",), _STALL_CHECK_DISABLE),
+    Flag(("--stall-check-warning-time-seconds",), "HVDLITE_STALL_CHECK_TIME_S", _positive),
+    Flag(("--stall-check-shutdown-time-seconds",), "HVDLITE_STALL_SHUTDOWN_S", _number),
+    Flag(("--gloo-timeout-seconds",), "HVDLITE_GLOO_TIMEOUT_SECONDS", _positive),
+    Flag(("--log-level",), "HVDLITE_LOG_LEVEL", _level),
+    Flag(("--log-with-timestamp", "--no-log-hide-timestamp"), _LOG_HIDE_TIME, value="0"),
+    Flag(("--log-without-timestamp", "--log-hide-timestamp"), _LOG_HIDE_TIME),
+    Flag(("--hierarchical-allreduce",), _HIERARCHICAL),
+    Flag(("--no-hierarchical-allreduce",), _HIERARCHICAL, value="0"),
+    Flag(("--tcp",), "NCCL_IB_DISABLE"),
+    _idle("gloo", ""),
+    _idle("cycle-time-ms", _NO_CYCLES, _number),
+    _idle("timeline-mark-cycles", _NO_CYCLES),
+    _idle("no-timeline-mark-cycles", ""),
+    _idle("cache-capacity", "the ranks agree on their buckets once, so there is nothing to cache", _number),
+    _idle("disable-cache", "hvdlite-run checks the hosts anew for each job and caches nothing"),
+    _idle("num-nccl-streams", "PyTorch manages the streams of NCCL", _number),
+    _idle(
+        "thread-affinity",
         "the operating system places threads; to bind them, write numactl before the command",
         _number,
     ),
     *(
-        row
+        flag
         for name in ("hierarchical-allgather", "torus-allreduce")
-        for row in (Idle((f"--{name}",), _NO_HIERARCHY), Idle((f"--no-{name}",), None))
+        for flag in (_idle(name, _NO_HIERARCHY), _idle(f"no-{name}", ""))
     ),
-    Idle(("--autotune-warmup-samples",), _NO_SAMPLES, _number),
-    Idle(("--autotune-steps-per-sample",), _NO_SAMPLES, _number),
-    Idle(("--autotune-bayes-opt-max-samples",), _NO_SAMPLES, _number),
-    Idle(("--autotune-gaussian-process-noise",), _NO_SAMPLES, _share),
-    Idle(("--mpi",), f"{_ITSELF}; to start them by MPI, use mpirun -np 4 python -m hvdlite.horovod train.py"),
-    Idle(("--jsrun",), _ITSELF),
-    Idle(("--mpi-args",), _NO_MPI, _any),
-    Idle(("--binding-args",), f"{_NO_MPI}; to bind workers, write numactl before the command", _any),
-    Idle(("--mpi-threads-disable",), _NO_MPI),
-    Idle(("--no-mpi-threads-disable",), _NO_MPI),
+    _idle("autotune-warmup-samples", _NO_SAMPLES, _number),
+    _idle("autotune-steps-per-sample", _NO_SAMPLES, _number),
+    _idle("autotune-bayes-opt-max-samples", _NO_SAMPLES, _number),
+    _idle("autotune-gaussian-process-noise", _NO_SAMPLES, _share),
+    _idle("mpi", f"{_ITSELF}; to start them by MPI, use mpirun -np 4 python -m hvdlite.horovod train.py"),
+    _idle("jsrun", _ITSELF),
+    _idle("mpi-args", _NO_MPI, _any),
+    _idle("binding-args", f"{_NO_MPI}; to bind workers, write numactl before the command", _any),
+    _idle("mpi-threads-disable", _NO_MPI),
+    _idle("no-mpi-threads-disable", _NO_MPI),
 )
-
-
-TEXTS = ("HVDLITE_AUTOTUNE_LOG", "HVDLITE_TIMELINE", "HVDLITE_LOG_LEVEL", "mpi_args", "binding_args")
-"""The dests of `add_flags` whose value is text and cannot be a number."""
-
-
-def _dest(row: Sets | Idle) -> str:
-    # Flags that set the same variable share a dest, so the last one counts.
-    return row.variable if isinstance(row, Sets) else _name(row)
-
-
-def _name(row: Sets | Idle) -> str:
-    return row.names[0].lstrip("-").replace("-", "_")
-
-
-DESTS = frozenset(_dest(row) for row in ROWS)
-"""The dests of all flags that `add_flags` adds."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds all flags to ``parser``; one that is not given is None."""
-    for row in ROWS:
-        if row.read is None:
-            value = row.value if isinstance(row, Sets) else "1"
-            parser.add_argument(*row.names, dest=_dest(row), action="store_const", const=value)
+    for flag in FLAGS:
+        if flag.read is None:
+            parser.add_argument(*flag.names, dest=flag.dest, action="store_const", const=flag.value)
         else:
-            parser.add_argument(*row.names, dest=_dest(row), type=partial(_read, row))
+            parser.add_argument(*flag.names, dest=flag.dest, type=flag.parse)
 
 
 def variables(options: argparse.Namespace) -> dict[str, str]:
     """Returns the variables that the given flags set for the workers."""
-    values = {row.variable: getattr(options, _dest(row)) for row in ROWS if isinstance(row, Sets)}
+    values = {flag.variable: getattr(options, flag.dest) for flag in FLAGS if flag.variable is not None}
     return {variable: value for variable, value in values.items() if value is not None}
 
 
-def remarks(options: argparse.Namespace) -> Iterator[str]:
-    """Yields a line for each given flag that has no effect."""
-    for row in ROWS:
-        if isinstance(row, Idle) and row.why is not None and getattr(options, _dest(row)) is not None:
-            yield f"{row.names[0]} has no effect: {row.why}"
-
-
-def _read(row: Sets | Idle, text: str) -> str:
-    assert row.read is not None
-    try:
-        return row.read(_name(row), text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def say_what_has_no_effect(options: argparse.Namespace) -> None:
+    """Writes a line to stderr for each given flag that has no effect."""
+    for flag in FLAGS:
+        if flag.variable is None and flag.why and getattr(options, flag.dest) is not None:
+            say(f"{flag.names[0]} has no effect: {flag.why}")

@@ -28,22 +28,6 @@ from . import elastic_flags, horovodrun_flags
 from .flag_parser import EXAMPLE, HELP, Parser
 from .flag_values import positive_seconds
 
-# The dests of flags about the workers of a job and not about its hosts.
-_OF_WORKERS = {
-    *elastic_flags.OF_WORKERS,
-    *horovodrun_flags.DESTS,
-    *("num_proc", "dry_run", "output_filename", "report_dir", "metrics_textfile", "summary", "log_json"),
-    *(
-        "watch",
-        "prefix_output_with_timestamp",
-        "show_ranks",
-        "local_ranks_filter",
-        "grace",
-        "independent",
-        "debug_rank",
-    ),
-}
-
 _START_TIMEOUT_S = 60.0
 # Of --diagnose, by the verdict; 1 and 2 are those of errors.
 _EXIT_CODES = {"goes on": 0, "stands still": 3, "not known": 4}
@@ -59,8 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LauncherError as error:
         say(str(error))
         return error.exit_code
-    except KeyboardInterrupt:  # before `launch` handles SIGINT
-        return 130
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -81,7 +63,7 @@ def _run(argv: Sequence[str]) -> int:
 
         return check(_job_to_check(options))
     job = job_of(options, command)
-    say_what_has_no_effect(options)
+    horovodrun_flags.say_what_has_no_effect(options)
     if options.dry_run:
         write(_dry_run(job, options))
         return 0
@@ -144,18 +126,9 @@ def read_flags(flags: Sequence[str]) -> argparse.Namespace:
         return options
     if unknown:
         raise parser.unknown_flag(unknown[0])
-    if options.check and (of_workers := [flag for flag in _given(options) if flag.dest in _OF_WORKERS]):
-        name = "/".join(of_workers[0].option_strings)
-        raise UsageError(f"--check looks at hosts and starts no workers: leave out {name}")
     if options.config_file is None:
         return options
     return parser.parse_args([*_words_of_config_file(options, parser), *flags])
-
-
-def say_what_has_no_effect(options: argparse.Namespace) -> None:
-    """Writes a line to stderr for each given flag of horovodrun that has no effect here."""
-    for remark in horovodrun_flags.remarks(options):
-        say(remark)
 
 
 def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:
@@ -246,8 +219,7 @@ def _words_of_config_file(options: argparse.Namespace, parser: Parser) -> list[s
     said = any(getattr(options, dest) is not None for dest in where)
     # The interfaces are one list, which replaces the file's as a whole.
     interfaces = ("network_interface",) if options.network_interface else ()
-    without = (*(where if said else ()), *interfaces, *(_OF_WORKERS if options.check else ()))
-    return config_words(options.config_file, parser, without=without)
+    return config_words(options.config_file, parser, without=(*(where if said else ()), *interfaces))
 
 
 def _hosts(options: argparse.Namespace, *, is_elastic: bool) -> tuple[Host, ...]:

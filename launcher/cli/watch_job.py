@@ -36,8 +36,6 @@ def watch_job(pid: str) -> int:
     view = make_view(say) if draws_in_place(1) else None
     began = _beginning_of(pid)
     job = _asked(pid)
-    # In place of the handler of `launcher.__main__`, which ends this process with a line about a job that it runs.
-    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if view is None:

@@ -20,7 +20,8 @@ import threading
 from dataclasses import replace
 from typing import BinaryIO
 
-from ..cli.hvdlite_run import job_of, read_flags, say_what_has_no_effect
+from ..cli.horovodrun_flags import say_what_has_no_effect
+from ..cli.hvdlite_run import job_of, read_flags
 from ..errors import LauncherError, UsageError, in_words
 from ..job.attempts import run_attempts
 from ..store.server import Store

@@ -55,31 +55,9 @@ def test_lines_of_others_are_passed_over(line):
     assert _trips(Reply((line, '{"peer": 1, "us": 10}')), _said()) == ({("a", "b"): 10.0}, {})
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["true", "x"], "true"),
-        (["-np", "2"], "--num-proc"),
-        (["--grace", "2"], "--grace"),
-        (["--dry-run"], "--dry-run"),
-        (["--output-filename", "logs"], "--output-filename"),
-        (["--prefix-output-with-timestamp"], "--prefix-output-with-timestamp"),
-    ],
-)
-def test_what_is_said_of_workers_is_refused(capsys, words, named):
-    assert hvdlite_run.main(["--check", *words]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert re.search(rf"leave out \S*{named}\b", err)
-
-
-def test_a_config_file_may_say_of_workers_what_it_likes(capsys, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr("hvdlite_launcher.check.run_check.check", lambda job: asked.append(job) or 0)
-    (tmp_path / "job.yaml").write_text("num-proc: 4\nhosts: [localhost:2, b:2]\noutput-filename: logs\n")
-    assert hvdlite_run.main(["--check", "--config-file", str(tmp_path / "job.yaml")]) == 0
-    assert [host.label for host in asked[0].hosts] == ["localhost", "b"]
-    assert capsys.readouterr().err == ""
+def test_it_runs_no_command(capsys):
+    assert hvdlite_run.main(["--check", "true", "x"]) == 2
+    assert capsys.readouterr() == ("", "hvdlite-run: --check runs no command: leave out 'true', and what follows it\n")
 
 
 def test_hosts_that_a_script_finds_are_checked_as_they_are_now(capsys, monkeypatch):

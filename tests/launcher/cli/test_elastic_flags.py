@@ -179,7 +179,6 @@ def test_a_job_may_start_anew_after_a_failure_without_being_elastic():
             "--blacklist-cooldown-range 9 3: the first is the shortest time",
         ),
         (["--min-np", "1", "--reset-limit", "-1"], "--reset-limit: "),
-        (["--check", "--min-np", "1"], "--check looks at hosts and starts no workers: leave out --min-np"),
         (["--m", "1"], "--m may be --metrics-textfile or --min-np or --min-num-proc or --max-np or"),
     ],
 )
