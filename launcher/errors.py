@@ -12,16 +12,10 @@ _SHORT = {
     errno.ENFILE: "too many open files on this machine: end some programs, or raise fs.file-max",
     errno.EAGAIN: "cannot start more processes or threads: raise the limit with ulimit -u, or end some",
     errno.ENOMEM: "out of memory: end some programs",
-    errno.ENOSPC: "no space or no inodes left: see df and df -i, or set TMPDIR to another directory",
-    errno.EDQUOT: "this user's disk quota is used up: see quota, or set TMPDIR to another directory",
-    errno.EROFS: "the file system is read-only: set TMPDIR to another directory",
-    errno.EFBIG: "this process may write no larger files: raise the limit with ulimit -f",
-}
-# The same without the remedy that cannot help where the user has named the path.
-_SHORT_AT_PATH = {
     errno.ENOSPC: "no space or no inodes left: see df and df -i",
     errno.EDQUOT: "this user's disk quota is used up: see quota",
     errno.EROFS: "the file system is read-only",
+    errno.EFBIG: "this process may write no larger files: raise the limit with ulimit -f",
 }
 _NO_THREAD = "can't start new thread"
 # Each thread has a stack of some MB in the address space.
@@ -77,5 +71,4 @@ def one_reason(error: Exception) -> str:
 
 def why_not_written(error: OSError) -> str:
     """Returns why a file that the user has named cannot be written, without its path."""
-    why = _SHORT_AT_PATH.get(error.errno or 0) or in_words(OSError(error.errno, ""))
-    return why or error.strerror or str(error)
+    return in_words(OSError(error.errno, "")) or error.strerror or str(error)

@@ -27,12 +27,8 @@ class ConnectionLoop:
     """The thread, and what it waits for. The data of each registration in ``selector`` is a function to be called."""
 
     def __init__(self, on_failure: Callable[[Exception], object]) -> None:
-        """``on_failure`` is called once, in the thread, if what it calls raises an error, or it cannot wait.
-
-        From then on only calls and times come, so that the agents can still be hung up on.
-        """
+        """``on_failure`` is called at the end of the thread, if what that calls raises an error, or it cannot wait."""
         self._on_failure = on_failure
-        self._has_failed = False
         self.selector = selectors.DefaultSelector()
         """Only for functions that the thread calls."""
         self._calls: deque[Callable[[], object]] = deque()
@@ -75,13 +71,11 @@ class ConnectionLoop:
         self._is_closed = True
 
     def _run(self) -> None:
-        while not self._is_closed:
-            try:
+        try:
+            while not self._is_closed:
                 self._take_turn()
-            except Exception as error:  # noqa: BLE001  # nothing else would tell that no agent is heard any more
-                if not self._has_failed:
-                    self._has_failed = True
-                    self._on_failure(error)
+        except Exception as error:  # noqa: BLE001  # nothing else would tell that no agent is heard any more
+            self._on_failure(error)
         self.selector.close()
 
     def _take_turn(self) -> None:
@@ -96,12 +90,6 @@ class ConnectionLoop:
             heapq.heappop(self._alarms)[2]()
 
     def _wait_for_descriptors(self, wait_s: float | None) -> None:
-        if self._has_failed:
-            self._woken.settimeout(wait_s)
-            with contextlib.suppress(OSError):  # the time is over
-                self._woken.recv(4096)
-            self._is_awake = True
-            return
         ready = self.selector.select(wait_s)
         self._is_awake = True
         for key, _ in ready:

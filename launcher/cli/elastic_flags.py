@@ -130,15 +130,16 @@ def elastic_of(options: argparse.Namespace, hosts: Collection[Host], timeout_s: 
     # Others start few workers later, or none, for which a process that waits would be too much.
     forks = policy.on_failure.replaces and options.no_fork_server is None
     hang_timeout_s = ElasticSpec.hang_timeout_s if options.hang_timeout is None else float(options.hang_timeout)
-    if options.host_discovery_script is None:
+    is_discovered = options.host_discovery_script is not None
+    if not is_discovered:
         if options.slots_per_host is not None:
             raise UsageError(
                 "--slots-per-host is for hosts that a --host-discovery-script prints; -H says how many slots each has, "
                 "as in node1:4"
             )
         _require_slots(policy, hosts)
-        return ElasticSpec(policy, None, hang_timeout_s, _chaos(options, policy, len(hosts)), forks)
-    return ElasticSpec(policy, script_of(options), hang_timeout_s, _chaos(options, policy, None), forks)
+    chaos = _chaos(options, policy, None if is_discovered else len(hosts))
+    return ElasticSpec(policy, script_of(options) if is_discovered else None, hang_timeout_s, chaos, forks)
 
 
 def _chaos(options: argparse.Namespace, policy: Policy, hosts: int | None) -> ChaosSpec | None:
@@ -252,11 +253,7 @@ def _command(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is no command")
     path = os.path.abspath(text)
-    if os.path.isdir(path):
-        raise argparse.ArgumentTypeError(f"{text} is a directory")
-    if not os.path.exists(path):
-        if "/" in text and not any(character.isspace() for character in text):
-            raise argparse.ArgumentTypeError(f"{text}: no such file or directory")
+    if not os.path.isfile(path):
         return text
     if not os.access(path, os.X_OK):
         raise argparse.ArgumentTypeError(f"{text} is not executable: chmod +x {shlex.quote(text)}")

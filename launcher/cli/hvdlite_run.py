@@ -13,13 +13,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import LauncherError, UsageError
-from ..plan.given_hosts import given_hosts
-from ..plan.hosts import Host, find_this_machine, parse_hosts, plan_slots, read_hostfile
-from ..plan.job_spec import ElasticSpec, JobSpec
+from ..plan.hosts import Host, find_this_machine, given_hosts, parse_hosts, plan_slots, read_hostfile
+from ..plan.job_spec import JobSpec
 from ..plan.ssh import Ssh
 from ..plan.worker_environment import chosen_environment
 from ..system.terminal_text import say, write
@@ -236,8 +235,9 @@ def _hosts(options: argparse.Namespace, *, is_elastic: bool) -> tuple[Host, ...]
     if options.host_discovery_script is not None:
         return ()
     if (given_here := given_hosts(os.environ)) is not None:
-        say(f"hosts by {given_here.variable}: {', '.join(host.label for host in given_here.hosts)}")
-        return given_here.hosts
+        variable, hosts = given_here
+        say(f"hosts by {variable}: {', '.join(host.label for host in hosts)}")
+        return hosts
     if is_elastic:
         return (Host("localhost", elastic_flags.slots_here(options)),)
     if options.num_proc is not None or options.check:
@@ -259,29 +259,19 @@ def _job_to_check(options: argparse.Namespace) -> JobSpec:
 
 
 def _dry_run(job: JobSpec, options: argparse.Namespace) -> str:
-    from ..job.launch import count_slots  # noqa: PLC0415  # needless for --help and wrong flags
-    from ..plan.dry_run import dry_run  # noqa: PLC0415  # costs 10 ms, needless for a job
-
-    by_flags = {name: job.environment.here[name] for name in _variables(options)}
-    if job.elastic is not None:
-        return _elastic_dry_run(job, job.elastic, by_flags)
-    return dry_run(job, plan_slots(count_slots(job), job.size), by_flags)
-
-
-def _elastic_dry_run(job: JobSpec, elastic: ElasticSpec, by_flags: Mapping[str, str]) -> str:
-    from ..elastic.discovery import discover  # noqa: PLC0415  # as above
+    from ..elastic.discovery import discover  # noqa: PLC0415  # needless for --help and wrong flags
     from ..elastic.membership import Membership, StartWorker  # noqa: PLC0415
     from ..job.launch import count_slots  # noqa: PLC0415
-    from ..plan.dry_run import FirstWorker, elastic_dry_run  # noqa: PLC0415
+    from ..plan.dry_run import dry_run, elastic_dry_run  # noqa: PLC0415
 
-    found = count_slots(job) if elastic.discovery is None else discover(elastic.discovery)
+    by_flags = {name: job.environment.here[name] for name in _variables(options)}
+    if job.elastic is None:
+        return dry_run(job, plan_slots(count_slots(job), job.size), by_flags)
+    found = count_slots(job) if job.elastic.discovery is None else discover(job.elastic.discovery)
     hosts = {host.label: host for host in found}
-    actions = Membership(elastic.policy).hosts_found({host.label: host.slots for host in found}, now_s=0.0)
-    workers = [
-        FirstWorker(each.worker, hosts[each.place.host], each.place.slot)
-        for each in actions
-        if isinstance(each, StartWorker)
-    ]
+    actions = Membership(job.elastic.policy).hosts_found({host.label: host.slots for host in found}, now_s=0.0)
+    starts = [each for each in actions if isinstance(each, StartWorker)]
+    workers = [(start.worker, hosts[start.place.host], start.place.slot) for start in starts]
     return elastic_dry_run(job, found, workers, by_flags)
 
 

@@ -22,7 +22,7 @@ from ..elastic.elastic_job import ElasticJob
 from ..elastic.job_faults import JobFaults, asked_fault
 from ..elastic.membership import REST_S, Membership
 from ..errors import UsageError
-from ..plan.hosts import AUTO, Host, Slot, count_auto_slots, each_machine_once, plan_slots
+from ..plan.hosts import AUTO, Host, Slot, count_auto_slots, each_once, plan_slots
 from ..plan.job_spec import JobSpec
 from ..protocol.messages import Event, HostsFound, Interrupted, ReportAsked, ScreenDone, UserSignal
 from ..screen.display import draws_in_place
@@ -197,7 +197,7 @@ def _start_static(job: JobSpec, events: SimpleQueue[Event], agents: Agents, json
     files = None if slots is None else _output_files(job, slots)
     hosts = job.hosts if slots is None else tuple(dict.fromkeys(slot.host for slot in slots))
     hellos = agents.connect(hosts)
-    machines = each_machine_once(hosts, lambda host: hellos[host.label].machine)
+    machines = each_once(hosts, lambda host: hellos[host.label].machine or host.label)
     if slots is None or len(machines) < len(hosts):
         slots = plan_slots(count_auto_slots(machines, lambda host: hellos[host.label].slots or 1), job.size)
     files = files or _output_files(job, slots)
@@ -385,19 +385,6 @@ def _require_timeline(environ: Mapping[str, str], cwd: str) -> None:
     if not file or file == "DYNAMIC":  # not a file: the program itself starts the timeline
         return
     path = os.path.join(cwd, file)
-    # A directory, or a name that ends in a slash, gets a file for each rank; rank 0 makes the directory.
-    bare = path.rstrip("/") or "/"
-    directory = bare if os.path.isdir(bare) else os.path.dirname(bare)
-    if not os.path.exists(directory):
-        why = f"the directory {directory} does not exist: create it"
-    elif not os.path.isdir(directory):
-        why = f"{directory} is not a directory"
-    elif bare != path and os.path.isfile(bare):
-        why = "it is a file: leave out the slash at the end"
-    elif directory != bare and os.path.exists(bare) and not os.path.isfile(bare):
-        why = "it exists and is not a regular file: choose another name"
-    elif not os.access(directory, os.W_OK | os.X_OK):
-        why = f"you cannot create files in {directory}"
-    else:
-        return
-    raise UsageError(f"--timeline-filename ({name}): cannot write {path}: {why}")
+    # A directory gets a file for each rank.
+    require = require_directory if file.endswith("/") or os.path.isdir(path) else require_writable
+    require(f"--timeline-filename ({name})", path)

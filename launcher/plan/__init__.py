@@ -4,5 +4,5 @@
 
 Modules import only what stands before them:
 
-    hosts < given_hosts < worker_environment < python_command < ssh < chaos_spec < job_spec < dry_run
+    hosts < worker_environment < python_command < ssh < chaos_spec < job_spec < dry_run
 """

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from hvdlite_wire.job_contract import worker_form
 
@@ -39,36 +38,26 @@ def dry_run(job: JobSpec, slots: Sequence[Slot], by_flags: Mapping[str, str]) ->
     return "\n".join(_paragraphs(job, places, "all ranks"))
 
 
-@dataclass(frozen=True)
-class FirstWorker:
-    """A worker that an elastic job starts at its beginning."""
-
-    number: int
-    host: Host
-    slot: int
-
-
 def elastic_dry_run(
-    job: JobSpec, hosts: Sequence[Host], workers: Sequence[FirstWorker], by_flags: Mapping[str, str]
+    job: JobSpec, hosts: Sequence[Host], workers: Sequence[tuple[int, Host, int]], by_flags: Mapping[str, str]
 ) -> str:
     """Returns the rules of an elastic job, its ``hosts`` now, and one paragraph for each of its first ``workers``.
 
-    ``by_flags`` are the variables that flags set for all workers.
+    Each of these is a number, a host and a slot there. ``by_flags`` are the variables that flags set for all workers.
     """
     assert job.elastic is not None, "the caller has asked"
     is_alone = job.elastic.discovery is None and len(hosts) == 1
     places: list[tuple[str, Mapping[str, str]]] = []
-    for worker in workers:
-        host = worker.host
-        chaos = job.elastic.chaos or ChaosSpec()
-        faults = worker_form(each.of_worker for each in chaos.of_worker(worker.number, job.elastic.policy.first_np))
-        own = elastic_environment(worker.number, host.label, worker.slot, faults)
-        place = f"worker {worker.number} on {host.label}: local rank {worker.slot}"
+    chaos = job.elastic.chaos or ChaosSpec()
+    for number, host, slot in workers:
+        faults = worker_form(each.of_worker for each in chaos.of_worker(number, job.elastic.policy.first_np))
+        own = elastic_environment(number, host.label, slot, faults)
+        place = f"worker {number} on {host.label}: local rank {slot}"
         places.append((place, _variables(job, host, own, host.slots, by_flags, is_alone=is_alone)))
-    return "\n".join([_rules(job.elastic, hosts, workers), *_paragraphs(job, places, "all workers")])
+    return "\n".join([_rules(job.elastic, hosts, has_workers=bool(workers)), *_paragraphs(job, places, "all workers")])
 
 
-def _rules(elastic: ElasticSpec, hosts: Sequence[Host], workers: Sequence[FirstWorker]) -> str:
+def _rules(elastic: ElasticSpec, hosts: Sequence[Host], *, has_workers: bool) -> str:
     policy, script = elastic.policy, elastic.discovery
     most = "with as many as there are slots" if policy.max_np is None else f"with {policy.max_np} at most"
     spares = f"; {policy.spares} besides wait for a place (--spares)" if policy.spares else ""
@@ -78,7 +67,7 @@ def _rules(elastic: ElasticSpec, hosts: Sequence[Host], workers: Sequence[FirstW
         f"hosts: {found}" if script is None else f"hosts: {found} (what --host-discovery-script prints now)",
         f"after a failure: {policy.on_failure.words(policy)}",
     ]
-    if not workers:
+    if not has_workers:
         lines.append(
             f"too few slots to begin: waits for hosts for {policy.elastic_timeout_s:g} s (--elastic-timeout), "
             "and starts no worker before"

@@ -16,10 +16,11 @@ host than it has slots, up to that number; hvdlite-run never does.
 from __future__ import annotations
 
 import getpass
+import json
 import re
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..errors import UsageError
@@ -95,16 +96,15 @@ def parse_slots(text: str, item: str) -> int:
     return int(digits)
 
 
-def each_once(named: Iterable[Host]) -> tuple[Host, ...]:
-    """Merges the entries of a host that is named twice, and adds their slots."""
-    hosts: dict[tuple[str | None, str], Host] = {}
-    for host in named:
-        key = (host.user, host.name)
-        known = hosts.get(key, replace(host, slots=0))
-        if key in hosts and AUTO in (known.slots, host.slots):
-            raise UsageError(f"{host.name!r} is named twice, but auto already means all of its slots: name it once")
-        hosts[key] = replace(known, slots=known.slots + host.slots)
-    return tuple(hosts.values())
+def each_once(hosts: Iterable[Host], key: Callable[[Host], object] = lambda host: host.label) -> tuple[Host, ...]:
+    """Returns the hosts, with those of the same ``key`` merged into the first of them, which gets the slots of all."""
+    found: dict[object, Host] = {}
+    for host in hosts:
+        known = found.setdefault(key(host), host)
+        if known is not host:
+            slots = AUTO if AUTO in (known.slots, host.slots) else known.slots + host.slots
+            found[key(host)] = replace(known, slots=slots)
+    return tuple(found.values())
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
@@ -156,6 +156,81 @@ def _parse_line(words: str) -> Host:
     return Host(host.name, slots, host.user)
 
 
+_HOSTFILES = (
+    "OMPI_MCA_orte_default_hostfile",
+    "PRTE_MCA_prte_default_hostfile",
+    "I_MPI_HYDRA_HOST_FILE",
+    "HYDRA_HOST_FILE",
+    "DSTACK_MPI_HOSTFILE",
+)
+# What mpirun sets for each process that it starts: that process's hosts are mpirun's business.
+_WITHIN_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MPI_LOCALRANKID")
+
+
+def given_hosts(environ: Mapping[str, str]) -> tuple[str, tuple[Host, ...]] | None:
+    """Returns the variable by which the place where hvdlite-run runs has named hosts, and these; None without one.
+
+    Kubernetes' operators and dstack write a hostfile; SkyPilot and SageMaker name the nodes, and their GPUs. Within
+    another launcher's job nothing is taken. Raises a `UsageError` that names the variable, if its value cannot be used,
+    or if this is not the host on which a job is to be started.
+    """
+    if any(name in environ for name in _WITHIN_MPI):
+        return None
+    if name := next((name for name in _HOSTFILES if environ.get(name)), None):
+        try:
+            return name, read_hostfile(environ[name])
+        except UsageError as error:
+            raise UsageError(f"{name}: {error}") from None
+    if environ.get("SKYPILOT_NODE_IPS"):
+        return _of_skypilot(environ)
+    if environ.get("SM_HOSTS"):
+        return _of_sagemaker(environ)
+    return None
+
+
+def _of_skypilot(environ: Mapping[str, str]) -> tuple[str, tuple[Host, ...]]:
+    name = "SKYPILOT_NODE_IPS"
+    if environ.get("SKYPILOT_NODE_RANK", "0") != "0":
+        raise UsageError(
+            f"SKYPILOT_NODE_RANK is {environ['SKYPILOT_NODE_RANK']}, and SkyPilot starts this command on every node: "
+            'start hvdlite-run on the first one alone, as in: if [ "$SKYPILOT_NODE_RANK" = 0 ]; then ... fi'
+        )
+    slots = _gpus(environ, "SKYPILOT_NUM_GPUS_PER_NODE")
+    return name, tuple(_host(each, name, slots) for each in environ[name].split())
+
+
+def _of_sagemaker(environ: Mapping[str, str]) -> tuple[str, tuple[Host, ...]]:
+    name = "SM_HOSTS"
+    try:
+        names = json.loads(environ[name])
+    except ValueError:
+        names = None
+    if not isinstance(names, list) or not names or not all(isinstance(each, str) for each in names):
+        raise UsageError(f"{name}={environ[name]!r} is not a list of hosts in JSON")
+    own = environ.get("SM_CURRENT_HOST", names[0])
+    if own != names[0]:
+        raise UsageError(
+            f"SM_CURRENT_HOST is {own}, and SageMaker starts this command on every host: start hvdlite-run on "
+            f"{names[0]}, the first one, alone"
+        )
+    slots = _gpus(environ, "SM_NUM_GPUS")
+    return name, tuple(_host(each, name, slots) for each in names)
+
+
+def _host(text: str, variable: str, slots: int) -> Host:
+    try:
+        host = parse_host(f"[{text}]" if ":" in text else text)
+    except UsageError as error:
+        raise UsageError(f"{variable}: {error}") from None
+    return replace(host, slots=slots)
+
+
+def _gpus(environ: Mapping[str, str], name: str) -> int:
+    """Returns the GPUs of each host; `AUTO`, where the host itself counts, if there are none or it is not said."""
+    text = environ.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 7 and int(text) else AUTO
+
+
 def host_of_label(label: str, slots: int) -> Host:
     """Returns the host with this `Host.label`. Looks its name up, which may take a while."""
     user, _, name = label.rpartition("@")
@@ -168,38 +243,10 @@ def count_auto_slots(hosts: Iterable[Host], count: Callable[[Host], int]) -> tup
     return tuple(replace(host, slots=count(host)) if host.slots == AUTO else host for host in hosts)
 
 
-def find_this_machine(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
+def find_this_machine(hosts: Iterable[Host]) -> tuple[Host, ...]:
     """Returns the hosts, with all names of this machine merged into one host."""
-    found: list[Host] = []
-    here: int | None = None
-    for host in hosts:
-        if not _is_this_machine(host):
-            found.append(host)
-        elif here is None:
-            here = len(found)
-            found.append(replace(host, is_here=True, user=None))
-        elif AUTO in (found[here].slots, host.slots):
-            raise UsageError(
-                f"{found[here].name!r} and {host.name!r} are the same machine, "
-                "but auto already means all of its slots: name it once"
-            )
-        else:
-            found[here] = replace(found[here], slots=found[here].slots + host.slots)
-    return tuple(found)
-
-
-def each_machine_once(hosts: Iterable[Host], machine_of: Callable[[Host], str | None]) -> tuple[Host, ...]:
-    """Returns the hosts, with those on the same machine merged into one host under the first of its names."""
-    found: dict[str, Host] = {}
-    for host in hosts:
-        machine = machine_of(host) or host.label
-        known = found.get(machine)
-        if known is None:
-            found[machine] = host
-        else:
-            slots = AUTO if AUTO in (known.slots, host.slots) else known.slots + host.slots
-            found[machine] = replace(known, slots=slots)
-    return tuple(found.values())
+    found = (replace(host, is_here=True, user=None) if _is_this_machine(host) else host for host in hosts)
+    return each_once(found, lambda host: host.is_here or host.label)
 
 
 def _own_name() -> str | None:

@@ -139,7 +139,6 @@ _NOT_THERE = re.compile(
 _BESIDE_NOT_THERE = re.compile(
     r"debug\d: |stdio forwarding failed|kex_exchange_identification: |Connection closed by UNKNOWN"
 )
-_NO_HVDLITE = r"no module named '?hvdlite_launcher"
 
 # Patterns of messages of ssh, or of what it started, and the advice for each.
 _ADVICE = [
@@ -158,7 +157,7 @@ _ADVICE = [
         "its hvdlite is another version: install the same one there, or choose a Python with --remote-python PATH",
     ),
     (
-        _NO_HVDLITE + r"|no module named '?psutil",
+        r"no module named '?(hvdlite_launcher|psutil)",
         "the Python found there has no hvdlite: pip install it, or choose a Python with --remote-python PATH",
     ),
     (
@@ -191,22 +190,11 @@ def explain(host: Host, ssh: Ssh, returncode: int, words: str) -> str:
         said = [line for line in lines if re.search(pattern, line, re.IGNORECASE)]
         if said:
             who = "--known-hosts" if ssh.known_hosts else "your ssh config"
-            step = advice.format(host=host.label, name=host.name, by_hand=ssh.by_hand(host), who=who)
-            if pattern.startswith(_NO_HVDLITE) and _is_of_another_python(said[-1], ssh):
-                step = (
-                    f"there is no {sys.executable} on that host: make it there, and pip install hvdlite in it, or "
-                    "choose a Python that has it with --remote-python PATH"
-                )
-            return f"{said[-1]} ({step})"
+            return f"{said[-1]} ({advice.format(host=host.label, name=host.name, by_hand=ssh.by_hand(host), who=who)})"
     if killed := killed_by(returncode):
         return killed
     last = lines[-1] if lines else "its hvdlite agent ended unexpectedly"
     return f"{last} ({ssh.program} ended with exit code {returncode}: try {ssh.by_hand(host)})"
-
-
-def _is_of_another_python(line: str, ssh: Ssh) -> bool:
-    """Whether a Python other than the launcher's own wrote this line, because that one does not exist there."""
-    return ssh.remote_python is None and line.startswith("/") and not line.startswith(f"{sys.executable}: ")
 
 
 def killed_by(returncode: int) -> str | None:

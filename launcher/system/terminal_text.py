@@ -2,8 +2,7 @@
 
 A worker, ssh, or an agent on another host may write any bytes. On a terminal they could change its title, hide lines,
 or draw lines that no program wrote. ``ESC`` is shown as ``\\x1b``, and so are other control characters, except those
-that training programs need: newline, tab, carriage return, colours, and a backspace within the text of its line. Files
-and pipes get every byte unchanged.
+that training programs need: newline, tab, carriage return and colours. Files and pipes get every byte unchanged.
 """
 
 from __future__ import annotations
@@ -25,22 +24,18 @@ _CONTROLS = re.compile(
     _COLOUR.encode()
     + rb"|[\xc2-\xdf][\x80-\xbf]|\xe0[\xa0-\xbf][\x80-\xbf]|[\xe1-\xef][\x80-\xbf]{2}"
     + rb"|\xf0[\x90-\xbf][\x80-\xbf]{2}|[\xf1-\xf4][\x80-\xbf]{3}"
-    + rb"|[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f]"
+    + rb"|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
 )
 # Bytes that could not be decoded are surrogates in a str.
 _CONTROLS_IN_TEXT = re.compile(_COLOUR + "|[\x00-\x08\x0b-\x1f\x7f-\x9f\udc80-\udc9f]")
 _ERASE, _UNWRAPPED, _WRAPPED = "\r\x1b[K", "\x1b[?7l", "\x1b[?7h"
-_STEPS = re.compile(_COLOUR.encode() + rb"|[ -~]|\x08")
 
 
 def visible_bytes(data: bytes) -> bytes:
     """Returns a worker's lines, to be shown after a prefix, with control characters visible."""
     if not data.translate(None, _PLAIN):  # the usual case, also for large amounts of output
         return data
-    data = _CONTROLS.sub(_visible_match, data)
-    if b"\b" in data:
-        data = b"\n".join(map(_not_beyond_its_begin, data.split(b"\n")))
-    return data
+    return _CONTROLS.sub(_visible_match, data)
 
 
 def _visible_match(match: re.Match[bytes]) -> bytes:
@@ -48,23 +43,6 @@ def _visible_match(match: re.Match[bytes]) -> bytes:
     if len(found) == 1 or (len(found) == 2 and found[0] == 0xC2 and found[1] < 0xA0):
         return b"\\x%02x" % found[-1]
     return found
-
-
-def _not_beyond_its_begin(line: bytes) -> bytes:
-    """Removes the backspaces that would move into the prefix of the line."""
-    column = 0
-
-    def step(match: re.Match[bytes]) -> bytes:
-        nonlocal column
-        if match[0] == b"\b":
-            if column == 0:
-                return b""
-            column -= 1
-        elif len(match[0]) == 1:  # other characters may have no width
-            column += 1
-        return match[0]
-
-    return _STEPS.sub(step, line)
 
 
 def visible(text: str) -> str:

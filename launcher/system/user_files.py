@@ -10,23 +10,19 @@ import contextlib
 import json
 import os
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import UsageError, why_not_written
-from .terminal_text import say
 
 # The modes of a file that a program creates, which node_exporter, another user, must be able to read.
 _MODE = 0o644
-# A pipe has no end as long as another program may still write to it, and a network file system may not answer.
-_LONG_S = 5.0
 
 
 def read_user_file(path: str, *, max_bytes: int, what: str) -> bytes:
     """Returns the file's bytes. A `UsageError` begins with a colon, to follow the result of `name_file`."""
     try:
-        with _told_if_it_takes_long(path), open(path, "rb") as file:
+        with open(path, "rb") as file:
             data = file.read(max_bytes + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -34,18 +30,6 @@ def read_user_file(path: str, *, max_bytes: int, what: str) -> bytes:
     if len(data) > max_bytes:
         raise UsageError(f": too large for {what}: more than {max_bytes} bytes")
     return data
-
-
-@contextlib.contextmanager
-def _told_if_it_takes_long(path: str) -> Iterator[None]:
-    words = f"still reading {path!r}: if it is a pipe, this ends once the program that writes to it has closed it"
-    timer = threading.Timer(_LONG_S, say, [words])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def name_file(flag: str, path: str) -> str:

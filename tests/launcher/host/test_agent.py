@@ -126,5 +126,5 @@ def test_where_the_job_s_directory_cannot_be_made_the_place_is_named(start, tmp_
     job, agent._job, agent._greeting = agent._job, None, Greet(VERSION, beats=False, count_slots=False, interface=None)
     agent._prepare(job.spec)
     agent._start({1: {}})  # which the launcher may have sent before it reads why
-    why = "no space or no inodes left: see df and df -i, or set TMPDIR to another directory"
+    why = "no space or no inodes left: see df and df -i"
     assert sent == [Refused(f"cannot create the job's directory in {tmp_path}, and a socket in it: {why}", 1)]

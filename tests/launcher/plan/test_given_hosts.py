@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.plan.given_hosts import GivenHosts, given_hosts
-from hvdlite_launcher.plan.hosts import AUTO, Host
+from hvdlite_launcher.plan.hosts import AUTO, Host, given_hosts
 
 SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
 SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1", "SM_NUM_GPUS": "4"}
@@ -23,7 +22,7 @@ SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1", "S
 def test_a_hostfile_that_an_operator_has_written_names_the_hosts(tmp_path, variable, text):
     (tmp_path / "hostfile").write_text(text)
     hosts = (Host("job-worker-0.job.ns.svc", 2), Host("job-worker-1.job.ns.svc", 2))
-    assert given_hosts({variable: f"{tmp_path}/hostfile"}) == GivenHosts(variable, hosts)
+    assert given_hosts({variable: f"{tmp_path}/hostfile"}) == (variable, hosts)
 
 
 def test_a_hostfile_that_is_missing_is_named_with_its_variable(tmp_path):
@@ -32,13 +31,13 @@ def test_a_hostfile_that_is_missing_is_named_with_its_variable(tmp_path):
 
 
 def test_skypilots_nodes_have_their_gpus_as_slots():
-    assert given_hosts(SKYPILOT) == GivenHosts("SKYPILOT_NODE_IPS", (Host("10.0.0.1", 8), Host("10.0.0.2", 8)))
+    assert given_hosts(SKYPILOT) == ("SKYPILOT_NODE_IPS", (Host("10.0.0.1", 8), Host("10.0.0.2", 8)))
     without = {**SKYPILOT, "SKYPILOT_NUM_GPUS_PER_NODE": "0", "SKYPILOT_NODE_IPS": "fd00::1"}
-    assert given_hosts(without) == GivenHosts("SKYPILOT_NODE_IPS", (Host("fd00::1", AUTO),))
+    assert given_hosts(without) == ("SKYPILOT_NODE_IPS", (Host("fd00::1", AUTO),))
 
 
 def test_sagemakers_hosts_have_their_gpus_as_slots():
-    assert given_hosts(SAGEMAKER) == GivenHosts("SM_HOSTS", (Host("algo-1", 4), Host("algo-2", 4)))
+    assert given_hosts(SAGEMAKER) == ("SM_HOSTS", (Host("algo-1", 4), Host("algo-2", 4)))
 
 
 @pytest.mark.parametrize(

@@ -156,18 +156,6 @@ def test_a_failure_is_told_in_sshs_words_with_the_next_step(words, step):
     assert "\n" not in told
 
 
-def test_where_the_launchers_python_does_not_exist_it_is_named_as_what_is_missing():
-    words = "/usr/bin/python3: Error while finding module specification for 'hvdlite_launcher.host.remote_parent' "
-    words += "(ModuleNotFoundError: No module named 'hvdlite_launcher')"
-    assert explain(NODE, Ssh(), 1, words) == (
-        f"{words} (there is no {sys.executable} on that host: make it there, and pip install hvdlite in it, or "
-        "choose a Python that has it with --remote-python PATH)"
-    )
-    own = words.replace("/usr/bin/python3", sys.executable)
-    assert "the Python found there has no hvdlite" in explain(NODE, Ssh(), 1, own)
-    assert "the Python found there has no hvdlite" in explain(NODE, Ssh(remote_python="/usr/bin/python3"), 1, words)
-
-
 def test_any_other_failure_is_told_by_its_last_line_and_how_to_see_it_by_hand():
     ssh = Ssh(port=2222, identity_file="/my key", args=("-J", "jump"))
     told = explain(NODE, ssh, 3, "first\nsomething new\n\n")
