@@ -13,7 +13,7 @@ import shlex
 import shutil
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -51,6 +51,8 @@ _FILES_OF_HOST = 3  # the pipes to its ssh client
 _FILES_OF_QUESTION = 7  # while ssh -G is started: both ends of its pipes
 _FILES_BESIDES = 16
 _MOST_NAMED = 4
+# Between attempts to connect to a host that is not there yet: doubled each time.
+_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.2, 2.0
 
 
 class Agents:
@@ -104,8 +106,8 @@ class Agents:
         for host, argv in zip(hosts, self._argvs(hosts), strict=True):
             if not host.is_here:
                 log(f"{host.label} is reached by: {shlex.join(argv)}")
-            self._add(self._agent(host, argv, is_patient=is_patient))
-        for agent in self._agents:
+            self._add(self._agent(host, argv, _FIRST_PAUSE_S if is_patient else None))
+        for agent in list(self._agents):  # one that is tried again goes, and is greeted when it comes
             self._greet(agent)
         by_hand = {host.label: self._job.ssh.by_hand(host) for host in hosts}
         try:
@@ -133,23 +135,42 @@ class Agents:
 
     def connect_later(self, label: str, slots: int) -> None:
         """Starts an agent on one more host, in one of few threads; the result is an event, `Answered` or `Lost`."""
+
+        def host() -> Host:
+            known = next((host for host in self._job.hosts if host.label == label), None)
+            return host_of_label(label, slots) if known is None else replace(known, slots=slots)
+
         with self._lock:
             attempt = self._connecting[label] = object()
-        self._connectors.call(
-            partial(self._connect, label, slots, attempt), partial(self._cannot_connect, label, attempt)
-        )
+        self._connect_soon(label, attempt, host, _FIRST_PAUSE_S)
 
-    def _connect(self, label: str, slots: int, attempt: object) -> None:
+    def _try_again(self, agent: RemoteAgent, pause_s: float) -> None:
+        """Connects anew to a host that is not there yet, after a pause. Does nothing if it was left."""
+        label = agent.host.label
+        with self._lock:
+            if self._agents.pop(agent, None) is None:
+                return
+            attempt = self._connecting[label] = object()
+        pause_after_s = min(2 * pause_s, _MOST_PAUSE_S)
+        self._loop.later(pause_s, partial(self._connect_soon, label, attempt, lambda: agent.host, pause_after_s))
+
+    def _connect_soon(self, label: str, attempt: object, host: Callable[[], Host], pause_s: float) -> None:
+        on_error = partial(self._cannot_connect, label, attempt)
+        try:
+            self._connectors.call(partial(self._connect, label, attempt, host, pause_s), on_error)
+        except RuntimeError as error:  # there can be no thread
+            on_error(error)
+
+    def _connect(self, label: str, attempt: object, find_host: Callable[[], Host], pause_s: float) -> None:
         """Does nothing more once the host has been left, or is connected to by another ``attempt``."""
         if self._connecting.get(label) is not attempt:
             return
-        known = next((host for host in self._job.hosts if host.label == label), None)
-        host = host_of_label(label, slots) if known is None else replace(known, slots=slots)
+        host = find_host()
         process_tree.require_open_files(_FILES_OF_HOST + _FILES_BESIDES, "connections to one more host")
         argv = self._argv(host)
         if self._connecting.get(label) is not attempt:
             return
-        agent = self._agent(host, argv, is_patient=True)
+        agent = self._agent(host, argv, pause_s)
         with self._lock:  # only now: on a file system that hangs it takes long to start ssh
             if is_wanted := self._connecting.get(label) is attempt:
                 del self._connecting[label]
@@ -171,17 +192,17 @@ class Agents:
         # Distinct tokens, since two hosts may share a temporary directory.
         self._agents[agent] = f"{self._token}-{next(self._numbers)}"
 
-    def _agent(self, host: Host, argv: list[str], *, is_patient: bool) -> RemoteAgent:
+    def _agent(self, host: Host, argv: list[str], pause_s: float | None) -> RemoteAgent:
+        """Starts an agent; ``pause_s`` later once more, if its host is not there yet, and never if that is None."""
         try:
             return RemoteAgent(
                 host,
                 argv,
                 self._events,
                 loop=self._loop,
-                connectors=self._connectors,
                 store=self._store,
                 explain=partial(explain, host, self._job.ssh),
-                is_patient=is_patient,
+                try_again=None if pause_s is None else partial(self._try_again, pause_s=pause_s),
             )
         except OSError as error:
             raise LauncherError(f"cannot start {argv[0]} for {host.label}: {one_reason(error)}") from error

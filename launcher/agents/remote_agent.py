@@ -12,10 +12,9 @@ import selectors
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import IO
@@ -43,18 +42,16 @@ from ..protocol.messages import (
 )
 from ..protocol.store_messages import StoreEvent
 from ..store.server import Store
-from ..system.process_tree import as_before, signal_name
+from ..system.process_tree import as_before, signal_name, with_absolute_python_path
 from ..system.terminal_text import one_line
 from ..version import VERSION
-from .connection_loop import ConnectionLoop, Connectors
+from .connection_loop import ConnectionLoop
 
 _READ_BYTES = 1 << 18
 _NOISE_BYTES = 1 << 16  # the most that a login shell's start files may print before the agent's MARK
 _OVERDRAFT_BYTES = 64 << 20
 _MOST_SAID_BYTES = 1 << 20  # of the stderr of ssh and the agent: more is not shown. Workers' output is sent as `Output`
 _UNEXPECTED = "its hvdlite agent ended unexpectedly"
-# Between attempts to connect to a host that is not there yet: doubled each time.
-_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.2, 2.0
 # After the end of what an agent sends: how long to wait for its return code and the end of its stderr, and how often to
 # look for them.
 _WORDS_S, _LOOK_S = 2.0, 0.01
@@ -74,34 +71,6 @@ class _OutputBytes:
     reported: int = 0
 
 
-@dataclass
-class _Attempt:
-    """A process that was started to connect to the agent, and what has come from it.
-
-    ``reads`` are its pipes that are read from, ``room`` is how many bytes of its stderr may be shown yet, and ``words``
-    are the last of them. ``noise`` came on its stdout before the agent ``spoke``.
-    """
-
-    process: subprocess.Popen[bytes]
-    channel: Channel
-    reads: set[IO[bytes]] = field(default_factory=set)
-    words: str = ""
-    room: int = _MOST_SAID_BYTES
-    noise: bytes = b""
-    spoke: bool = False
-
-    def discard(self) -> None:
-        """Kills the process, which the agent has not been greeted by, and waits for it."""
-        self.process.kill()
-        self.process.wait()
-        self.close()
-
-    def close(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            if pipe is not None:
-                pipe.close()
-
-
 class RemoteAgent:
     """A running agent. Its events are put into ``events``; hanging up ends all processes of the job on its host."""
 
@@ -112,15 +81,14 @@ class RemoteAgent:
         events: SimpleQueue[Event],
         *,
         loop: ConnectionLoop,
-        connectors: Connectors,
         store: Store,
         explain: Callable[[int, str], str],
-        is_patient: bool = False,
+        try_again: Callable[[RemoteAgent], None] | None = None,
     ) -> None:
         """``argv`` starts the agent. ``explain(returncode, stderr)`` returns the reason if it ends before its `Hello`.
 
-        ``is_patient``: if the reason is that its host is not there yet, that is the event `NotThereYet`, and the agent
-        is started again, by one of the ``connectors``, until it is hung up on. Otherwise there is one attempt.
+        If the reason is that its host is not there yet, that is the event `NotThereYet`, and ``try_again`` is called
+        in the thread of ``loop``; if that is None, it is the event `Lost`, as for any other reason.
 
         ``store`` answers the workers' requests, in the thread of ``loop`` and not in the event loop of the job, which
         has to react fast. Raises OSError if there cannot be a process. What it sends is read once it is greeted.
@@ -130,26 +98,27 @@ class RemoteAgent:
         """The numbers of the workers on its host, from when it is sent `StartJob`."""
         self._events = events
         self._loop = loop
-        self._connectors = connectors
         self._output = _OutputBytes()
         self._ended: set[int] = set()
         self._store = store
         self._explain = explain
-        self._is_patient = is_patient
-        self._argv = argv
-        self._pause_s = _FIRST_PAUSE_S
-        self._greeting = b""
-        self._lock = threading.Lock()  # for ``_dismissed``, and to replace the attempt unless that is set
+        self._try_again = try_again
         self._greeted = self._dismissed = self._is_lost = False
-        self._attempt = self._started()
+        self._process = _start(argv, is_here=host.is_here)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        stdout, stdin = self._process.stdout.fileno(), self._process.stdin.fileno()
+        self._channel = Channel(stdout, stdin, loop.selector, kinds=FROM_AGENT)
+        self._reads: set[IO[bytes]] = set()  # its pipes that are read from
+        self._words, self._room = "", _MOST_SAID_BYTES  # the last of its stderr, and how many bytes of it may be shown
+        self._noise, self._spoke = b"", False  # what came on its stdout before its mark
 
     # ------------------------------------------------------------ from any thread
 
     def greet(self, *, count_slots: bool, interface: str | None) -> None:
         """Sends the first message; the agent's answer is an event, `Answered` or `Lost`."""
         greeting = Greet(VERSION, not self.host.is_here, count_slots, interface)
-        self._greeting = encode(greeting)  # for further attempts, too
-        self._call(self._begin)
+        self._call(self._begin, encode(greeting))
 
     def send(self, command: Command) -> None:
         """Queues a command and does not block. If the agent has ended, that is the event `Lost` and no error here."""
@@ -165,17 +134,18 @@ class RemoteAgent:
 
     def hang_up(self) -> None:
         """Makes the agent kill what still runs on its host, clean up and end. This causes no `Lost`."""
-        with self._lock:
-            self._dismissed = True
+        self._dismissed = True
         self._call(self._finish)
 
     def discard(self) -> None:
         """Ends an agent that was not greeted, and so has started nothing."""
-        self._attempt.discard()
+        self._process.kill()
+        self._process.wait()
+        self.close()
 
     def kill(self) -> None:
         """Kills the agent on this machine, or the ssh client to it: its host is lost, as by an accident."""
-        self._attempt.process.kill()
+        self._process.kill()
 
     def wait(self, timeout_s: float) -> int:
         """Waits for the agent and returns its exit code: 0 if nothing of the job is left on its host.
@@ -184,22 +154,24 @@ class RemoteAgent:
         `Hello` and so started nothing.
         """
         try:
-            return self._attempt.process.wait(timeout_s if self._greeted and not self._attempt.channel.silent else 0)
+            return self._process.wait(timeout_s if self._greeted and not self._channel.silent else 0)
         except subprocess.TimeoutExpired:
-            self._attempt.process.kill()
-            return self._attempt.process.wait()
+            self._process.kill()
+            return self._process.wait()
 
     def exit_code(self, *, is_late: bool) -> int | None:
         """Returns what `wait` does, or None as long as the agent has not ended. ``is_late``: kills it."""
-        if is_late or self._attempt.channel.silent or not self._greeted:
-            self._attempt.process.kill()
-        return self._attempt.process.poll()
+        if is_late or self._channel.silent or not self._greeted:
+            self._process.kill()
+        return self._process.poll()
 
     def close(self) -> None:
         """Closes its pipes, once it has ended, and so has the loop."""
-        self._attempt.close()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
 
-    # ---------------------- in the loop's thread, but for the starts: the process
+    # ------------------------------------------ in the loop's thread: the process
 
     def _call(self, work: Callable[..., object], *arguments: object) -> None:
         self._loop.call(partial(self._do, work, *arguments))
@@ -218,55 +190,29 @@ class RemoteAgent:
         self.kill()
         self._lose(f"its connection failed: {one_line(one_reason(error))}")
 
-    def _started(self) -> _Attempt:
-        here = self.host.is_here
-        # A scheduler may signal all processes of a job. The launcher decides then, and still needs its ssh clients.
-        held_off = () if here else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, held_off)
-        try:
-            process = subprocess.Popen(
-                as_before(self._argv),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=None if here else subprocess.PIPE,
-                bufsize=0,
-                # A session of its own: Ctrl-C on the terminal must reach only the launcher, which decides.
-                start_new_session=True,
-                # The user's working directory must not be on the agent's sys.path: it may contain a queue.py.
-                cwd="/" if here else None,
-                env=_with_absolute_python_path() if here else None,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        stdout, stdin = process.stdout.fileno(), process.stdin.fileno()
-        return _Attempt(process, Channel(stdout, stdin, self._loop.selector, kinds=FROM_AGENT))
-
-    def _begin(self) -> None:
-        """Begins to read from and write to the process that was started."""
-        process, channel = self._attempt.process, self._attempt.channel
-        for pipe, read in ((process.stdout, self._read), (process.stderr, self._read_words)):
+    def _begin(self, greeting: bytes) -> None:
+        for pipe, read in ((self._process.stdout, self._read), (self._process.stderr, self._read_words)):
             if pipe is not None:
                 self._loop.selector.register(pipe, selectors.EVENT_READ, partial(self._do, read))
-                self._attempt.reads.add(pipe)
+                self._reads.add(pipe)
         if not self.host.is_here:
-            channel.beat()
-            self._later(BEAT_S, self._tick, channel)
-        self._send(self._greeting)
+            self._channel.beat()
+            self._later(BEAT_S, self._tick)
+        self._send(greeting)
 
     def _send(self, frame: bytes) -> None:
-        if not self._attempt.channel.is_finished:
-            self._attempt.channel.send(frame)
-            self._attempt.channel.flush()
+        if not self._channel.is_finished:
+            self._channel.send(frame)
+            self._channel.flush()
 
     def _finish(self, *, drops_rest: bool = False) -> None:
-        assert self._attempt.process.stdin is not None
-        self._attempt.channel.finish(self._attempt.process.stdin.close, drops_rest=drops_rest)
+        assert self._process.stdin is not None
+        self._channel.finish(self._process.stdin.close, drops_rest=drops_rest)
 
-    def _tick(self, channel: Channel) -> None:
-        """Sends a beat, and notices a silent agent; until there is another connection, or none any more."""
-        if channel is not self._attempt.channel or channel.is_finished:
+    def _tick(self) -> None:
+        """Sends a beat, and notices a silent agent."""
+        channel = self._channel
+        if channel.is_finished:
             return
         if not self._greeted:  # it may take time to start: until then ssh itself watches the connection
             channel.hear()
@@ -274,85 +220,63 @@ class RemoteAgent:
         channel.flush()
         if channel.silent:
             self._lose(f"no message from it for {SILENCE_S:g} s: the host is down, or its network connection is cut")
-        self._later(channel.time_left_s() or 0.0, self._tick, channel)
+        self._later(channel.time_left_s() or 0.0, self._tick)
 
     # ------------------------------------------- in the loop's thread: what comes
 
     def _read(self) -> None:
-        data = self._attempt.channel.read()
+        data = self._channel.read()
         if not data:
-            self._stop_reading(self._attempt.process.stdout)
+            self._stop_reading(self._process.stdout)
             self._await_end(time.monotonic() + _WORDS_S)
             return
         try:
-            for message in self._attempt.channel.decode(data if self._attempt.spoke else self._after_noise(data)):
+            for message in self._channel.decode(data if self._spoke else self._after_noise(data)):
                 self._dispatch(message)
         except ProtocolError as error:
             self._lose(str(error))
 
     def _after_noise(self, data: bytes) -> bytes:
         """Returns what follows the agent's mark, which the start files of a login shell may precede."""
-        self._attempt.noise, mark, data = (self._attempt.noise + data).partition(MARK)
-        self._attempt.spoke = bool(mark)
-        if not self._attempt.spoke and len(self._attempt.noise) > _NOISE_BYTES:
-            raise ProtocolError(f"the program that answers there is not an hvdlite agent: {self._attempt.noise[:40]!r}")
+        self._noise, mark, data = (self._noise + data).partition(MARK)
+        self._spoke = bool(mark)
+        if not self._spoke and len(self._noise) > _NOISE_BYTES:
+            raise ProtocolError(f"the program that answers there is not an hvdlite agent: {self._noise[:40]!r}")
         return data
 
     def _stop_reading(self, pipe: IO[bytes] | None) -> None:
-        if pipe is not None and pipe in self._attempt.reads:
-            self._attempt.reads.remove(pipe)
+        if pipe is not None and pipe in self._reads:
+            self._reads.remove(pipe)
             self._loop.selector.unregister(pipe)
 
     def _await_end(self, until_s: float) -> None:
         """Looks for the return code and the end of stderr, which come soon after the end of what it sends."""
-        is_told = self._attempt.process.poll() is not None and self._attempt.process.stderr not in self._attempt.reads
+        is_told = self._process.poll() is not None and self._process.stderr not in self._reads
         if not (is_told or self._dismissed) and time.monotonic() < until_s:
             self._later(_LOOK_S, self._await_end, until_s)
             return
-        end = self._why_it_ended("" if self._attempt.spoke else self._attempt.noise.decode(errors="backslashreplace"))
+        end = self._why_it_ended("" if self._spoke else self._noise.decode(errors="backslashreplace"))
         if isinstance(end, str) or self._dismissed:
             self._close_pipes()
             self._lose(str(end))
             return
-        self._events.put(end)
-        self._later(self._pause_s, self._try_again)
-        self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
-
-    def _try_again(self) -> None:
-        self._stop_reading(self._attempt.process.stderr)
+        self._stop_reading(self._process.stderr)
         self._close_pipes()
-        if not self._dismissed:
-            self._connectors.call(self._start_again, lambda error: self._call(self._lose, one_reason(error)))
-
-    def _start_again(self) -> None:
-        """Starts the agent once more, unless it is hung up on. In a connector, as ssh's file system may hang."""
-        attempt = self._started()
-        with self._lock:
-            if not self._dismissed:
-                self._call(self._replace, attempt)
-                return
-        attempt.discard()
-
-    def _replace(self, attempt: _Attempt) -> None:
-        with self._lock:
-            if is_wanted := not (self._dismissed or self._is_lost):
-                self._attempt = attempt
-        if is_wanted:
-            self._begin()
-        else:
-            attempt.process.kill()
-            self._connectors.call(attempt.discard, self._fail)
+        self._is_lost = True
+        self._events.put(end)
+        assert self._try_again is not None, "then no host is not there yet"
+        self._try_again(self)
 
     def _close_pipes(self) -> None:
         """Closes the pipes of an agent that sends no more, but for stderr as long as anything holds that open."""
         self._finish(drops_rest=True)
-        for pipe in (self._attempt.process.stdout, self._attempt.process.stderr):
-            if pipe is not None and pipe not in self._attempt.reads:
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None and pipe not in self._reads:
                 pipe.close()
 
     def _lose(self, why: str) -> None:
         """Hears no more of it, and tells that it is lost, once, and unless it was hung up on."""
-        self._stop_reading(self._attempt.process.stdout)
+        self._stop_reading(self._process.stdout)
         if self._is_lost:
             return
         self._is_lost = True
@@ -394,7 +318,7 @@ class RemoteAgent:
             raise ProtocolError(
                 f"hvdlite is version {VERSION} here, but {there} there: install the same version on all hosts"
             )
-        self._attempt.words = ""  # earlier output cannot be the reason for its end
+        self._words = ""  # earlier output cannot be the reason for its end
         self._greeted = True
         if not self._dismissed:
             self._events.put(Answered(self.host.label, hello))
@@ -415,25 +339,25 @@ class RemoteAgent:
                 raise ProtocolError("its hvdlite agent sent more output than it was allowed to")
 
     def _why_it_ended(self, noise: str) -> str | NotThereYet:
-        returncode = self._attempt.process.returncode
+        returncode = self._process.returncode
         if self.host.is_here:
             killed = returncode is not None and (returncode < 0 or returncode > 128)
             return f"its hvdlite agent was killed by {signal_name(abs(returncode) % 128)}" if killed else _UNEXPECTED
         if returncode is None:
             return _UNEXPECTED
         if not self._greeted:
-            why = self._explain(returncode, f"{noise}\n{self._attempt.words}")
+            why = self._explain(returncode, f"{noise}\n{self._words}")
             # What is on stdout was written on the host.
-            if not noise and (cause := self._not_there(returncode, self._attempt.words)) is not None:
+            if not noise and (cause := self._not_there(returncode, self._words)) is not None:
                 return NotThereYet(self.host.label, cause, why)
             return why
-        return killed_by(returncode) or last_words(self._attempt.words) or _UNEXPECTED
+        return killed_by(returncode) or last_words(self._words) or _UNEXPECTED
 
     def _not_there(self, returncode: int, words: str) -> str | None:
-        return why_not_there_yet(returncode, words) if self._is_patient and not self._greeted else None
+        return why_not_there_yet(returncode, words) if self._try_again is not None and not self._greeted else None
 
     def _read_words(self) -> None:
-        stderr = self._attempt.process.stderr
+        stderr = self._process.stderr
         assert stderr is not None
         data = os.read(stderr.fileno(), _READ_BYTES)
         if not data:
@@ -441,16 +365,30 @@ class RemoteAgent:
             return
         # An agent puts this before its messages; `AgentSaid` names its host instead.
         text = data.decode(errors="backslashreplace").replace("hvdlite-run: agent: ", "")
-        self._attempt.words = (self._attempt.words + text)[-_NOISE_BYTES:]
+        self._words = (self._words + text)[-_NOISE_BYTES:]
         # An attempt that will be followed by another is told by `NotThereYet` alone.
-        if self._attempt.room > 0 and not self._not_there(SSH_FAILED, text):
-            self._attempt.room -= len(data)
-            more = "" if self._attempt.room > 0 else "\n... (the rest is not shown)"
+        if self._room > 0 and not self._not_there(SSH_FAILED, text):
+            self._room -= len(data)
+            more = "" if self._room > 0 else "\n... (the rest is not shown)"
             self._events.put(AgentSaid(self.host.label, text + more))
 
 
-def _with_absolute_python_path() -> dict[str, str]:
-    environment = dict(os.environ)
-    if path := environment.get("PYTHONPATH"):
-        environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
-    return environment
+def _start(argv: list[str], *, is_here: bool) -> subprocess.Popen[bytes]:
+    # A scheduler may signal all processes of a job. The launcher decides then, and still needs its ssh clients.
+    held_off = () if is_here else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, held_off)
+    try:
+        return subprocess.Popen(
+            as_before(argv),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if is_here else subprocess.PIPE,
+            bufsize=0,
+            # A session of its own: Ctrl-C on the terminal must reach only the launcher, which decides.
+            start_new_session=True,
+            # The user's working directory must not be on the agent's sys.path: it may contain a queue.py.
+            cwd="/" if is_here else None,
+            env=with_absolute_python_path() if is_here else None,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ..cli.flag_parser import Parser, Value, closest
 from ..errors import JobError, UsageError
-from ..system.process_tree import signal_name
+from ..system.process_tree import signal_name, with_absolute_python_path
 from ..system.terminal_text import one_line, visible
 
 # These flags start no job, so nothing would be returned.
@@ -204,9 +204,6 @@ def _results_of(call: FunctionCall) -> FunctionResults:
 
 
 def _start_runner(results: int) -> subprocess.Popen[bytes]:
-    environment = dict(os.environ)
-    if path := environment.get("PYTHONPATH"):
-        environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
     return subprocess.Popen(
         [sys.executable, *_RUNNER, str(results)],
         stdin=subprocess.PIPE,
@@ -214,7 +211,7 @@ def _start_runner(results: int) -> subprocess.Popen[bytes]:
         pass_fds=(results,),
         # The user's working directory must not be on its sys.path: it may contain a queue.py.
         cwd="/",
-        env=environment,
+        env=with_absolute_python_path(),
         # Ctrl-C on the terminal must reach only the caller, which then hangs up.
         start_new_session=True,
     )

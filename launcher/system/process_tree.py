@@ -229,3 +229,11 @@ def setting_back(set_up: Callable[[], None] | None = None) -> Callable[[], None]
             set_up()
 
     return restore
+
+
+def with_absolute_python_path() -> dict[str, str]:
+    """Returns the environment for a Python of the launcher's own that is started in another directory."""
+    environment = dict(os.environ)
+    if path := environment.get("PYTHONPATH"):
+        environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
+    return environment

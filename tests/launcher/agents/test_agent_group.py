@@ -6,6 +6,7 @@ import gc
 import os
 import tempfile
 import threading
+import time
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from hvdlite_launcher.errors import LauncherError
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.worker_environment import job_dir
 from hvdlite_launcher.protocol.channel import MARK, encode
-from hvdlite_launcher.protocol.messages import Hello
+from hvdlite_launcher.protocol.messages import Answered, Hello, NotThereYet
 from hvdlite_launcher.version import VERSION
 
 
@@ -126,6 +127,45 @@ def test_after_the_end_no_file_is_open_any_more(tmp_path, is_left):
             assert len(os.listdir("/dev/fd")) == before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("is_later", [False, True], ids=["at the beginning", "later"])
+def test_a_host_that_is_not_there_yet_is_tried_again_until_it_answers(tmp_path, is_later):
+    (tmp_path / "said").write_bytes(MARK + encode(Hello(VERSION, 2, "10.0.0.1", 4000, "m")))
+    # Fails as ssh does for two times.
+    script = (
+        f"echo >>{tmp_path}/tries; if test $(wc -l <{tmp_path}/tries) -lt 3; then "
+        "echo 'ssh: connect to host far port 22: Connection refused' >&2; exit 255; fi; "
+        f"head -c 1 >/dev/null; cat {tmp_path}/said; exec cat >/dev/null"
+    )
+    job = job_that(lambda host, timeout_s: ["sh", "-c", script])
+    job.hosts, job.verbose = (Host("far", 2),), False
+    job.ssh.by_hand, job.ssh.known_hosts = lambda host: "", False
+    events: SimpleQueue = SimpleQueue()
+    with Agents(job, events) as agents:
+        if is_later:
+            agents.connect_later("far", 2)
+            come = [events.get(timeout=60) for _ in range(3)]
+            assert [type(each) for each in come] == [NotThereYet, NotThereYet, Answered]
+        else:
+            assert list(agents.connect(job.hosts)) == ["far"]
+        assert [agent.host.label for agent in agents._agents] == ["far"]
+
+
+@pytest.mark.parametrize("leave", [lambda agents: agents.leave("far"), Agents.end], ids=["left", "ended"])
+def test_a_host_that_is_left_before_it_is_tried_again_is_not_tried_again(tmp_path, leave):
+    script = f"echo >>{tmp_path}/tries; echo 'ssh: connect to host far port 22: Connection refused' >&2; exit 255"
+    job = job_that(lambda host, timeout_s: ["sh", "-c", script])
+    job.hosts, job.ssh.by_hand, job.ssh.known_hosts = (Host("far", 2),), lambda host: "", False
+    events: SimpleQueue = SimpleQueue()
+    with Agents(job, events) as agents:
+        agents.connect_later("far", 2)
+        assert isinstance(events.get(timeout=60), NotThereYet)
+        leave(agents)
+        tried = (tmp_path / "tries").read_text()
+        time.sleep(2 * agent_group._FIRST_PAUSE_S)
+    assert (tmp_path / "tries").read_text() == tried
+    assert events.empty()
 
 
 class StuckAgent:

@@ -10,7 +10,7 @@ import threading
 from queue import SimpleQueue
 
 import pytest
-from hvdlite_launcher.agents.connection_loop import ConnectionLoop, Connectors
+from hvdlite_launcher.agents.connection_loop import ConnectionLoop
 from hvdlite_launcher.agents.remote_agent import RemoteAgent
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.protocol.channel import MARK, encode
@@ -48,7 +48,7 @@ def no_thread_dies(monkeypatch):
 
 
 def agent_of(argv, events, loop, **options):
-    options = {"explain": lambda *_: "explained", "store": Store(), "connectors": Connectors(), **options}
+    options = {"explain": lambda *_: "explained", "store": Store(), **options}
     return RemoteAgent(NODE, argv, events, loop=loop, **options)
 
 
@@ -153,19 +153,19 @@ def test_the_end_of_agents_that_were_hung_up_on_does_not_touch_the_files_of_a_ho
     # For two minutes at most, should the test fail.
     slow = 'n=0; cat >/dev/null; until test -e "$0" || test $((n=n+1)) -gt 9000; do sleep 0.01; done'
     leaving = [agent_of(["sh", "-c", slow, str(tmp_path / "end")], SimpleQueue(), loop) for _ in range(3)]
-    numbers = [agent._attempt.process.stdin.fileno() for agent in leaving]
+    numbers = [agent._process.stdin.fileno() for agent in leaving]
     is_left, ended = threading.Event(), threading.Event()
     reads, writes = os.pipe()
 
     def take_their_numbers():
-        assert all(agent._attempt.process.stdin.closed for agent in leaving)
+        assert all(agent._process.stdin.closed for agent in leaving)
         for number in numbers:
             os.dup2(reads, number)
             loop.selector.register(number, selectors.EVENT_READ, pytest.fail)
         is_left.set()
 
     def look():
-        if all(agent._attempt.process.stdout.closed for agent in leaving):
+        if all(agent._process.stdout.closed for agent in leaving):
             ended.set()
         else:
             loop.later(0.01, look)
@@ -202,109 +202,71 @@ def test_an_error_in_what_an_agent_causes_costs_this_agent_alone(tmp_path, loop)
         assert isinstance(events.get(timeout=60), Answered)
         if ends:
             assert events.get(timeout=60) == Lost("node", "its connection failed: KeyError(b'k', 'node')")
-            assert agent._attempt.process.wait(60) == -9
+            assert agent._process.wait(60) == -9
         agent.hang_up()
         agent.wait(0.1)
         assert events.empty()
 
 
 REFUSED = "ssh: connect to host node port 22: Connection refused"
-# Fails as ssh does until the file in $0 exists, then answers as the file in $1.
-NOT_THERE = f'test -e "$0" || {{ echo "{REFUSED}" >&2; exit 255; }}; head -c 1 >/dev/null; exec cat "$1"'
+NOT_THERE = f'echo "{REFUSED}" >&2; exit 255'
 
 
-def patient_agent(tmp_path, loop, script=NOT_THERE):
-    events: SimpleQueue = SimpleQueue()
-    (tmp_path / "said").write_bytes(MARK + HELLO)
+def patient_agent(loop, script, *words):
+    events, again = SimpleQueue(), SimpleQueue()
     agent = agent_of(
-        ["sh", "-c", script, str(tmp_path / "there"), str(tmp_path / "said")],
+        ["sh", "-c", script, *map(str, words)],
         events,
         loop,
         explain=lambda code, words: f"explained: {words.strip()}",
-        is_patient=True,
+        try_again=again.put,
     )
     agent.greet(count_slots=False, interface=None)
-    return agent, events
+    return agent, events, again
 
 
-def test_a_host_that_is_not_there_yet_is_tried_again_until_it_answers(tmp_path, loop):
-    agent, events = patient_agent(tmp_path, loop)
-    not_there = NotThereYet("node", "connection refused", f"explained: {REFUSED}")
-    assert [events.get(timeout=60) for _ in range(2)] == [not_there] * 2
-    (tmp_path / "there").touch()
-    while (event := events.get(timeout=60)) == not_there:
-        pass
-    assert isinstance(event, Answered)
-    agent.hang_up()
-    agent.wait(60)
+def test_a_host_that_is_not_there_yet_is_told_so_and_is_not_lost(loop):
+    agent, events, again = patient_agent(loop, NOT_THERE)
+    assert again.get(timeout=60) is agent
+    assert events.get() == NotThereYet("node", "connection refused", f"explained: {REFUSED}")
+    assert events.empty()
+    assert all(pipe.closed for pipe in (agent._process.stdin, agent._process.stdout, agent._process.stderr))
 
 
 def test_a_host_that_is_hung_up_on_is_not_tried_again(tmp_path, loop):
-    agent, events = patient_agent(tmp_path, loop)
-    assert isinstance(events.get(timeout=60), NotThereYet)
-    started = []
-    agent._started = lambda: started.append(1)
-    agent.hang_up()
-    agent.wait(60)
-    pause_is_over = threading.Event()
-    loop.call(lambda: loop.later(agent._pause_s, pause_is_over.set))
-    assert pause_is_over.wait(60)
-    assert not started
-    while not events.empty():
-        assert isinstance(events.get(), NotThereYet)
-
-
-def test_while_an_ssh_is_started_again_nobody_waits_and_if_it_was_hung_up_on_it_is_ended(tmp_path, loop):
-    agent, _ = patient_agent(tmp_path, loop, NOT_THERE + "; exec sleep 600")
-    (tmp_path / "there").touch()
-    started, is_starting, goes_on, start = SimpleQueue(), threading.Event(), threading.Event(), agent._started
-
-    def start_late():
-        is_starting.set()
-        assert goes_on.wait(60)
-        attempt = start()
-        started.put(attempt)
-        return attempt
-
-    agent._started = start_late
-    loop.call(agent._try_again)
-    assert is_starting.wait(60)
-    is_called = threading.Event()
-    loop.call(is_called.set)
-    assert is_called.wait(20)
-    hangs_up = threading.Thread(target=agent.hang_up, daemon=True)
-    hangs_up.start()
-    hangs_up.join(20)
-    assert not hangs_up.is_alive()
-    goes_on.set()
-    attempt = started.get(timeout=60)
-    assert attempt.process.wait(60) == -9
-    agent.wait(60)
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "connect"] or [threading.Thread()]
-    if thread.ident is not None:
-        thread.join(60)
-    assert attempt.process.stdout.closed
-    assert agent._attempt is not attempt
-
-
-def test_the_answer_of_one_that_was_hung_up_on_is_no_event(tmp_path, loop):
-    agent, events = patient_agent(
-        tmp_path,
-        loop,
-        'n=0; head -c 1 >/dev/null; until test -e "$0" || test $((n=n+1)) -gt 9000; do sleep 0.01; done; exec cat "$1"',
-    )
+    wait = 'n=0; until test -e "$0" || test $((n=n+1)) -gt 9000; do sleep 0.01; done; '
+    agent, events, again = patient_agent(loop, wait + NOT_THERE, tmp_path / "there")
     agent.hang_up()
     (tmp_path / "there").touch()
+    wait_for_the_end(agent, loop)
+    assert events.empty()
+    assert again.empty()
+
+
+def wait_for_the_end(agent, loop):
     ended = threading.Event()
 
     def look():
-        if agent._attempt.process.stdout.closed:
+        if agent._process.stdout.closed:
             ended.set()
         else:
             loop.later(0.01, look)
 
     loop.call(look)
     assert ended.wait(60)
+
+
+def test_the_answer_of_one_that_was_hung_up_on_is_no_event(tmp_path, loop):
+    (tmp_path / "said").write_bytes(MARK + HELLO)
+    agent, events, _ = patient_agent(
+        loop,
+        'n=0; head -c 1 >/dev/null; until test -e "$0" || test $((n=n+1)) -gt 9000; do sleep 0.01; done; exec cat "$1"',
+        tmp_path / "there",
+        tmp_path / "said",
+    )
+    agent.hang_up()
+    (tmp_path / "there").touch()
+    wait_for_the_end(agent, loop)
     assert agent._greeted
     assert events.empty()
 
@@ -312,7 +274,7 @@ def test_the_answer_of_one_that_was_hung_up_on_is_no_event(tmp_path, loop):
 def test_one_that_was_not_greeted_can_be_discarded(loop):
     agent = agent_of(["sleep", "600"], SimpleQueue(), loop)
     agent.discard()
-    process = agent._attempt.process
+    process = agent._process
     assert process.returncode == -9
     assert all(pipe.closed for pipe in (process.stdin, process.stdout, process.stderr))
 
@@ -325,11 +287,12 @@ def test_one_that_was_not_greeted_can_be_discarded(loop):
         f'echo "{REFUSED}" >&2; exit 1',
     ],
 )
-def test_any_other_failure_is_the_last_attempt(script, tmp_path, loop):
-    _, events = patient_agent(tmp_path, loop, script)
+def test_any_other_failure_is_the_last_attempt(script, loop):
+    _, events, again = patient_agent(loop, script)
     while isinstance(event := events.get(timeout=60), AgentSaid):
         pass
     assert isinstance(event, Lost)
+    assert again.empty()
 
 
 FRAMES = st.one_of(
