@@ -1,18 +1,18 @@
 """hvdlite-run: starts one command on many hosts, shows its output, and ends all of it when one worker fails.
 
-    cli or function ──► plan ──► job (or check) ──► agents ──► host (an agent on each host) ──► workers
+    cli ──► plan ──► job (or check) ──► agents ──► host (an agent on each host) ──► workers
     one queue of events: agents, screen, signals ──► job
     workers ──► store.relay in each agent ──► store.server in the launcher, to find each other
 
 Packages and modules import only what stands before them, and within a package its own docstring has the order:
 
     version < errors < system < protocol < store < plan < host < agents < workers < screen < status
-            < elastic < job < check < cli < function
+            < elastic < job < check < cli
 
 No module imports torch or hvdlite, so the launcher starts fast and runs where torch is not installed. Besides the
-standard library it needs psutil; `cli.config_file` needs PyYAML, `function.caller` cloudpickle, and `status.live_view`
+standard library it needs psutil; `cli.config_file` needs PyYAML, `cli.caller` cloudpickle, and `status.live_view`
 rich. The only code that it shares with the library is `hvdlite_wire`. What both must agree on is in there, in
-`plan.worker_environment` (a worker's environment) and in `function.function_runner` (the call of a function).
+`plan.worker_environment` (a worker's environment) and in `cli.function_runner` (the call of a function).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run(
     `pickle.PicklingError` for what cannot be pickled, and ValueError or TypeError for wrong flags or arguments.
     """
     # Imported here, since hvdlite-run and its agents import this package too and do not need it.
-    from .function.caller import run as run_function  # noqa: PLC0415
+    from .cli.caller import run as run_function  # noqa: PLC0415
 
     given = {"np": np, "hosts": hosts, "hostfile": hostfile, "environment": environment}
     return run_function(func, args, kwargs, {**given, **flags})

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 
 # What the machine may run out of, with a remedy.
 _SHORT = {
     errno.EMFILE: "too many open files in this process: raise the limit with ulimit -n",
     errno.ENFILE: "too many open files on this machine: end some programs, or raise fs.file-max",
-    errno.EAGAIN: "cannot start more processes or threads: raise the limit with ulimit -u, or end some",
+    errno.EAGAIN: "cannot start more processes or threads: raise the limits with ulimit -u and ulimit -v, or end some",
     errno.ENOMEM: "out of memory: end some programs",
     errno.ENOSPC: "no space or no inodes left: see df and df -i",
     errno.EDQUOT: "this user's disk quota is used up: see quota",
     errno.EROFS: "the file system is read-only",
     errno.EFBIG: "this process may write no larger files: raise the limit with ulimit -f",
 }
-_NO_THREAD = "can't start new thread"
-# Each thread has a stack of some MB in the address space.
-_NO_THREAD_IN_LIMITED_MEMORY = "cannot start more threads: raise the limits with ulimit -v and ulimit -u, or end some"
 
 
 class LauncherError(Exception):
@@ -53,9 +49,8 @@ def in_words(error: BaseException) -> str | None:
     if isinstance(error, ImportError):  # a library that could not be loaded: the error has no errno
         lacked = [number for number in _SHORT if os.strerror(number) in str(error)]
         return _SHORT[lacked[0]] if lacked else None
-    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
-        is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-        return _NO_THREAD_IN_LIMITED_MEMORY if is_limited else _SHORT[errno.EAGAIN]
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        return _SHORT[errno.EAGAIN]
     if isinstance(error, OSError) and error.errno in _SHORT:
         where = f"{error.filename!r}: " if error.filename else ""
         return f"{where}{_SHORT[error.errno]}"

@@ -1,8 +1,7 @@
 """The flags of hvdlite-run: their names, the parsing of their values, and the help text.
 
-`hvdlite_run`, `config_file` and `function.caller` call it. Flags of elastic jobs are in `elastic_flags`, and those that
-only tune the workers in `horovodrun_flags`.
-An error in a flag is a `UsageError`. `hvdlite_run` does what the flags ask for.
+`hvdlite_run`, `config_file` and `caller` call it. Flags of elastic jobs are in `elastic_flags`, those that only tune
+the workers in `horovodrun_flags`. An error in a flag is a `UsageError`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The main program of hvdlite-run: from its command line to its exit code.
 
 `flag_parser` parses the flags, `job_of` makes a `JobSpec` of them, and `job.attempts` runs it; ``--check`` and
-``--dry-run`` run `check` and `plan.dry_run` instead. `function` uses `read_flags` and `job_of` too. Errors of the user
-are one line on stderr.
+``--dry-run`` run `check` and `plan.dry_run` instead. `function_runner` uses `read_flags` and `job_of` too. Errors of
+the user are one line on stderr.
 """
 
 from __future__ import annotations

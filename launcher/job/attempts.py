@@ -2,8 +2,8 @@
 
     run_attempts ──► launch ── a worker failed, or a host was lost ──► launch, on the hosts that are left ...
 
-For programs without elastic training: all processes of an attempt have ended when the next one begins. `cli` and
-`function` call it for every job. Jobs without a `RestartSpec` are launched once.
+For programs without elastic training: all processes of an attempt have ended when the next one begins. `cli` calls it
+for every job. Jobs without a `RestartSpec` are launched once.
 """
 
 from __future__ import annotations

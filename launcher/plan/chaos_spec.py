@@ -235,13 +235,8 @@ def require_goes_on(spec: ChaosSpec, *, start: int, least: int, shrinks: bool, h
         return
     if start < 2:
         raise UsageError("--chaos: seeded faults leave one rank at least: start with -np 2 or more")
-    if shrinks and start <= least:
+    if shrinks and (spec.seeded.count or 1) > start - least:
         raise UsageError(
-            f"--chaos: with --on-failure shrink no seeded fault takes the job below --min-np {least}, and it begins "
-            f"with {start}: say a smaller --min-np, or --on-failure replace"
-        )
-    if shrinks and spec.seeded.count is not None and spec.seeded.count > start - least:
-        raise UsageError(
-            f"--chaos: count={spec.seeded.count} is more than the {start - least} workers that -np {start} may lose "
-            f"until there are --min-np {least}, with --on-failure shrink"
+            f"--chaos: with --on-failure shrink -np {start} may lose {start - least} workers until there are --min-np "
+            f"{least}, and count={spec.seeded.count or 1} is more: say a smaller --min-np, or --on-failure replace"
         )

@@ -80,7 +80,10 @@ def test_nonsense_is_one_error_that_names_it_and_what_is_allowed(spec, said):
         ([*ELASTIC, "--chaos-report", "x"], "there is no --chaos to report on"),
         ([*ELASTIC, "--chaos", "seed=1,every=9", "--chaos-report", "/none/x"], "no file can be written there"),
         ([*ELASTIC, "--on-failure", "stop", "--chaos", "seed=1,every=9"], "the first fault ends the job"),
-        ([*ELASTIC, "--on-failure", "shrink", "--chaos", "seed=1,every=9,count=3"], "count=3 is more than the 2"),
+        (
+            [*ELASTIC, "--on-failure", "shrink", "--chaos", "seed=1,every=9,count=3"],
+            "and count=3 is more: say a smaller --min-np",
+        ),
         ([*ELASTIC, "--chaos", "seed=1,every=9", "--chaos", "seed=2,every=9"], "seed= may be given once"),
     ],
 )

@@ -49,7 +49,7 @@ class RankServer:
     def line_for_functions(self) -> str:
         """Returns a statement after which `hvdlite_launcher.run`, in the same program, has such ranks."""
         words = (*self.launcher(), "--function")
-        return f"__import__('hvdlite_launcher.function.caller', fromlist=['_']).__dict__['_RUNNER'] = {words!r}\n"
+        return f"__import__('hvdlite_launcher.cli.caller', fromlist=['_']).__dict__['_RUNNER'] = {words!r}\n"
 
     def close(self) -> None:
         self._process.kill()

@@ -29,5 +29,5 @@ if __name__ == "__main__":
     module = "hvdlite_launcher"
     if sys.argv[1:2] == ["--function"]:
         del sys.argv[1]
-        module = "hvdlite_launcher.function.function_runner"
+        module = "hvdlite_launcher.cli.function_runner"
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -95,7 +95,7 @@ def test_tests_lie_in_the_folder_of_what_they_test():
 def test_the_launcher_needs_the_standard_library_hvdlite_wire_and_psutil_alone():
     # The standard library has no YAML, cannot pickle functions of a notebook, and draws no tables; these packages are
     # imported only on use.
-    exceptions = {"cli.config_file": {"yaml"}, "function.caller": {"cloudpickle"}, "status.live_view": {"rich"}}
+    exceptions = {"cli.config_file": {"yaml"}, "cli.caller": {"cloudpickle"}, "status.live_view": {"rich"}}
     for name in ORDER:
         needed = set(foreign_imports(name))
         assert needed - sys.stdlib_module_names <= {"psutil", "hvdlite_wire"} | exceptions.get(name, set()), name

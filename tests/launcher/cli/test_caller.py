@@ -6,8 +6,8 @@ import threading
 
 import pytest
 from hvdlite_launcher import JobError, run
+from hvdlite_launcher.cli.caller import FunctionResults, _returned
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.function.caller import FunctionResults, _returned
 
 LOCK = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Runs the job of one `hvdlite_launcher.run`: `python -m hvdlite_launcher.function.function_runner FD`.
+"""Runs the job of one `hvdlite_launcher.run`: `python -m hvdlite_launcher.cli.function_runner FD`.
 
 `caller` starts it. It reads a `FunctionCall` on its stdin and writes a `FunctionResults` to the pipe FD. If stdin ends
 before that, the caller has ended or was interrupted, and the job is ended. It is a separate process because a job
@@ -20,12 +20,12 @@ import threading
 from dataclasses import replace
 from typing import BinaryIO
 
-from ..cli.horovodrun_flags import say_what_has_no_effect
-from ..cli.hvdlite_run import job_of, read_flags
 from ..errors import LauncherError, UsageError, in_words
 from ..job.attempts import run_attempts
 from ..store.server import Store
 from .caller import FunctionCall, FunctionResults
+from .horovodrun_flags import say_what_has_no_effect
+from .hvdlite_run import job_of, read_flags
 
 # For each host's own Python. Not -m, which puts the working directory on sys.path: it may contain a queue.py, and it
 # need not be on the caller's sys.path.

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NoReturn, TypeVar
 
-from ..cli.flag_parser import Parser, Value, closest
 from ..errors import JobError, UsageError
 from ..system.process_tree import signal_name, with_absolute_python_path
 from ..system.terminal_text import one_line, visible
+from .flag_parser import Parser, Value, closest
 
 # These flags start no job, so nothing would be returned.
 _NO_ARGUMENTS = frozenset({"dry-run", "cb", "check", "check-build", "ps", "report", "diagnose", "help", "version"})
@@ -36,7 +36,7 @@ _NUMBERS_OF_WORKERS = (
     *("min_np", "min_num_proc", "host_discovery_script"),
 )
 
-_RUNNER = ("-m", "hvdlite_launcher.function.function_runner")
+_RUNNER = ("-m", "hvdlite_launcher.cli.function_runner")
 
 Returned = TypeVar("Returned")
 
