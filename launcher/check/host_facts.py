@@ -7,6 +7,7 @@ text of `system.machine`, which counts cores.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -14,7 +15,6 @@ import re
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -66,28 +66,25 @@ def main(cwd: str, machine: str) -> None:
         "interfaces": [name for _, name in socket.if_nameindex()],
         "devices": _devices(),
     }
-    # In a child process, since importing a broken installation may crash it.
-    facts |= _in_child(_imports)
+    with contextlib.redirect_stdout(sys.stderr):  # an import may print
+        facts |= _of_imports()
     print(json.dumps(list(vars(Facts(**facts)).values())), flush=True)
 
 
-def _imports() -> Iterator[dict[str, Any]]:
-    """Yields the facts about torch, then those about hvdlite, or the reasons why they cannot be imported."""
+def _of_imports() -> dict[str, Any]:
+    """Returns the facts about torch and hvdlite, or the reasons why they cannot be imported."""
     try:
-        yield _of_torch(import_module("torch"))
+        facts = _of_torch(import_module("torch"))
     except BaseException as error:  # noqa: BLE001  # a module may raise anything, even SystemExit
-        yield {"torch_error": _first_line(error)}
         # hvdlite cannot be imported without torch, which is not an error of hvdlite's.
         if find_spec("hvdlite") is not None:
-            yield {"hvdlite": _version_of_hvdlite()}
-        else:
-            yield {"hvdlite_error": "ModuleNotFoundError: No module named 'hvdlite'"}
-        return
+            return {"torch_error": _first_line(error), "hvdlite": _version_of_hvdlite()}
+        return {"torch_error": _first_line(error), "hvdlite_error": "ModuleNotFoundError: No module named 'hvdlite'"}
     try:
         import_module("hvdlite")
-        yield {"hvdlite": _version_of_hvdlite()}
     except BaseException as error:  # noqa: BLE001  # as above
-        yield {"hvdlite_error": _first_line(error)}
+        return {**facts, "hvdlite_error": _first_line(error)}
+    return {**facts, "hvdlite": _version_of_hvdlite()}
 
 
 def _of_torch(torch: Any) -> dict[str, Any]:
@@ -103,29 +100,6 @@ def _of_torch(torch: Any) -> dict[str, Any]:
         elif warned:
             facts["cuda_error"] = _first_line(warned[0].message)
     return facts
-
-
-def _in_child(ask: Callable[[], Iterator[dict[str, Any]]]) -> dict[str, Any]:
-    """Calls ``ask`` in a child process and returns all facts that it yields, and how the child ended if it crashed."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.dup2(2, 1)  # an import may print, and stdout is for the facts
-        try:
-            with open(writer, "w") as pipe:
-                for answer in ask():
-                    print(json.dumps(answer), file=pipe, flush=True)
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with open(reader) as pipe:
-        answers = [json.loads(line) for line in pipe]
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    how = f"the import was killed by signal {-code}" if code < 0 else f"the import ended with exit code {code}"
-    of_which = ("torch_error", "hvdlite_error")
-    answers += [{name: how} for name in of_which[len(answers) :]]
-    return {name: value for answer in answers for name, value in answer.items()}
 
 
 def _devices() -> int:

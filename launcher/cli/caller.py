@@ -87,12 +87,7 @@ def run(
     words = tuple(_words(flags))
     if all(flags.get(name) is None for name in _NUMBERS_OF_WORKERS):
         raise ValueError("run(): the number of workers is missing: give np, hosts or hostfile, such as np=4")
-    call = FunctionCall(
-        flags=words,
-        cwd=os.getcwd(),
-        call=_pickled_call(func, args, kwargs or {}),
-    )
-    return _returned(_results_of(call))
+    return _returned(_results_of(FunctionCall(words, os.getcwd(), _pickled_call(func, args, kwargs or {}))))
 
 
 def _words(flags: Mapping[str, object]) -> Iterator[str]:
@@ -133,13 +128,11 @@ def _shown(value: object) -> str:
 
 
 def _pickled_call(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    call = (func, tuple(args), dict(kwargs))
     try:
-        pickled = _dumps(call)
+        pickled = _dumps((func, tuple(args), dict(kwargs)))
     except Exception as error:
-        culprit = next((what for what, part in zip(("func", "args"), call, strict=False) if not _fits(part)), "kwargs")
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise pickle.PicklingError(f"{culprit} cannot be pickled to send it to the workers: {reason}") from error
+        raise pickle.PicklingError(f"func, args or kwargs cannot be pickled for the workers: {reason}") from error
     # Modules that are pickled by name must be found there by the same paths as here.
     return pickle.dumps(([os.path.abspath(entry) for entry in sys.path], pickled))
 
@@ -165,14 +158,6 @@ def _with_filename(code: CodeType, make: object, args: tuple[object, ...]) -> tu
     cloudpickle 3.1.3 leaves the file out.
     """
     return make, tuple(code.co_filename if each == "<dynamic-code>" else each for each in args)
-
-
-def _fits(part: object) -> bool:
-    try:
-        _dumps(part)
-    except Exception:  # noqa: BLE001  # an object's own pickling may raise anything
-        return False
-    return True
 
 
 def _results_of(call: FunctionCall) -> FunctionResults:

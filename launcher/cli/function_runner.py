@@ -74,12 +74,11 @@ def _run(call: FunctionCall) -> FunctionResults:
         job = job_of(options, ("-c", _WORKER))
         say_what_has_no_effect(options)
         outcome = run_attempts(replace(job, in_python=True), new_store)
-    except (LauncherError, OSError) as error:
-        return FunctionResults(getattr(error, "exit_code", 1), in_words(error) or str(error))
-    except RuntimeError as error:
-        if (why := in_words(error)) is None:
+    except (LauncherError, OSError, RuntimeError) as error:
+        why = in_words(error)
+        if why is None and type(error) is RuntimeError:
             raise
-        return FunctionResults(1, why)
+        return FunctionResults(getattr(error, "exit_code", 1), why or str(error))
     return FunctionResults(outcome.exit_code, outcome.message, outcome.rank, _returns_in(stores[-1]))
 
 

@@ -25,7 +25,6 @@ _SOON_S = 0.7
 _LINE_EACH_S = 10.0
 # Between two attempts of a job that is restarted, its hvdlite-run cannot be asked.
 _AGAIN_EACH_S = 0.2
-_BEGINNING = 22  # of the fields in proc(5): when the process began
 
 
 def watch_job(pid: str) -> int:
@@ -34,14 +33,13 @@ def watch_job(pid: str) -> int:
     Raises a UsageError if there is no such job, and a LauncherError if it does not answer.
     """
     view = make_view(say) if draws_in_place(1) else None
-    began = _beginning_of(pid)
     job = _asked(pid)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if view is None:
-            _tell(pid, began, job)
+            _tell(pid, job)
         else:
-            _draw(pid, began, job, view)
+            _draw(pid, job, view)
     except KeyboardInterrupt:
         write(f"no longer watched: the job of hvdlite-run {pid} goes on\n")
         return 0
@@ -56,41 +54,30 @@ def _asked(pid: str) -> JobView:
         raise LauncherError(f"--watch: hvdlite-run {pid} is of another version: use its own hvdlite-run") from None
 
 
-def _asked_again(pid: str, began: int | None) -> JobView | None:
-    """Returns the job as it is now, waiting for it while it restarts; None once its hvdlite-run has ended.
-
-    ``began`` is what `_beginning_of` returned at first.
-    """
+def _asked_again(pid: str) -> JobView | None:
+    """Returns the job as it is now, waiting for it while it restarts; None once its hvdlite-run has ended."""
     while True:
         try:
             return _asked(pid)
         except (UsageError, JobEndsError):
-            if _beginning_of(pid) != began:
+            stat = stat_of(pid)
+            if stat is None or stat.has_ended:  # one that has ended is there until its parent collects it
                 return None
         time.sleep(_AGAIN_EACH_S)
 
 
-def _beginning_of(pid: str) -> int | None:
-    """Returns when a process began, which tells it from a later one with its number; None if there is none, or ended.
-
-    One that has ended is there until its parent collects it.
-    """
-    stat = stat_of(pid)
-    return None if stat is None or stat.has_ended else stat[_BEGINNING]
-
-
-def _tell(pid: str, began: int | None, job: JobView | None) -> None:
+def _tell(pid: str, job: JobView | None) -> None:
     """Writes a line about the job each 10 s until it has ended."""
     while job is not None:
         write(f"{job.plain_line()}\n")
         time.sleep(_LINE_EACH_S - _SOON_S)
-        if _asked_again(pid, began) is None:  # it has the workers asked
+        if _asked_again(pid) is None:  # it has the workers asked
             return
         time.sleep(_SOON_S)
-        job = _asked_again(pid, began)
+        job = _asked_again(pid)
 
 
-def _draw(pid: str, began: int | None, job: JobView | None, view: LiveView) -> None:
+def _draw(pid: str, job: JobView | None, view: LiveView) -> None:
     """Draws the job in place until it has ended. What was drawn last is left on the terminal."""
     sys.stdout.flush()
     footer = Footer(partial(put_all, 1), partial(terminal_size, 1), clock=time.monotonic, redraw_s=0.0)
@@ -104,6 +91,6 @@ def _draw(pid: str, began: int | None, job: JobView | None, view: LiveView) -> N
             if signal.sigtimedwait({signal.SIGWINCH}, pause_s) is not None:
                 continue
             pause_s = EACH_S
-            job = _asked_again(pid, began)
+            job = _asked_again(pid)
     finally:
         os.write(1, b"\n")

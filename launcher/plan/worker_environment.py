@@ -41,7 +41,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from hvdlite_wire.job_contract import (
@@ -104,19 +104,14 @@ _JOB_BYTES = 40
 def slot_environment(slot: Slot, size: int, *, master_address: str, master_port: int) -> dict[str, str]:
     """Returns the variables of the worker in ``slot``, one of ``size``, and the address where rank 0 may listen."""
     place = {
-        "worker": str(slot.number),
-        "rank": str(slot.rank),
-        "size": str(size),
-        "local rank": str(slot.local_rank),
-        "local size": str(slot.local_size),
-        "cross rank": str(slot.cross_rank),
-        "cross size": str(slot.cross_size),
+        **{field.name.replace("_", " "): getattr(slot, field.name) for field in fields(slot)},
+        "worker": slot.number,
+        "size": size,
         "host": slot.host.label,
-        "node": str(slot.node),
         "master address": master_address,
-        "master port": str(master_port),
+        "master port": master_port,
     }
-    return {name: place[what] for name, what in _PLACE.items()}
+    return {name: str(place[what]) for name, what in _PLACE.items()}
 
 
 def elastic_environment(worker: int, host: str, slot: int, chaos: str = "") -> dict[str, str]:

@@ -62,14 +62,6 @@ def test_a_job_that_restarts_is_watched_until_its_hvdlite_run_ends(launcher, mon
     ]  # fmt: skip
 
 
-def test_a_later_process_with_the_same_number_is_another_one(launcher, monkeypatch, capsys):
-    starts = iter([b"100", b"101"])
-    monkeypatch.setattr(watching, "_beginning_of", lambda _: next(starts))
-    answers(monkeypatch, lambda: None, 60.0)
-    assert watch_job(str(launcher.pid)) == 0
-    assert capsys.readouterr().out.endswith("has ended\n")
-
-
 def test_a_job_that_was_never_there_is_an_error(launcher, monkeypatch):
     answers(monkeypatch, lambda: None, NOT_THERE)
     with pytest.raises(UsageError):
