@@ -4,7 +4,7 @@ The environment variables that hvdlite-run sets for each worker, the files in th
     hvdlite-run ── variables ──► worker ── empty files, a socket, stacks ──► the host's agent
     HVDLITE_CHAOS ── kill@vote:7,segv@voted:9 ──► worker ── ask_key ──► may it? ── answer_key: b"now" or b"later"
 
-`hvdlite_launcher.plan.worker_environment` sets the variables; what each means is told there.
+`hvdlite_launcher.plan.worker_environment` sets the variables, and docs/variables.md says what each means.
 """
 
 from __future__ import annotations

@@ -1,18 +1,8 @@
 """The environment of workers: the variables that hvdlite-run sets for each, and what they inherit of its own.
 
-The variables are the public contract between hvdlite-run and hvdlite, or any other program that it starts:
-
-    HVDLITE_RANK HVDLITE_SIZE               among all workers
-    HVDLITE_LOCAL_RANK HVDLITE_LOCAL_SIZE   among those on this host
-    HVDLITE_CROSS_RANK HVDLITE_CROSS_SIZE   among the hosts that have this local rank
-    HVDLITE_WORKER                          the worker's number, which is its rank unless the job is elastic
-    HVDLITE_ELASTIC                         1 in an elastic job, else not set
-    HVDLITE_HOST                            this host, as the user named it
-    HVDLITE_STORE                           the rendezvous store: unix:// and the path, unquoted, of the socket on which
-                                            the host's agent answers the requests in `hvdlite_wire.store_requests`
-    HVDLITE_JOB_DIR                         the job's private directory on this host, removed at the job's end
-    HVDLITE_CHAOS                           with --chaos, the worker's own faults (see `hvdlite_wire.job_contract`), for
-                                            which it asks under chaos/ in the store (see `elastic.job_faults`)
+The variables are the public contract between hvdlite-run and hvdlite, or any other program that it starts. What each
+means is in docs/variables.md, and their names are in `hvdlite_wire.job_contract`. HVDLITE_STORE is unix:// and the
+path, unquoted, of the socket on which the host's agent answers the requests in `hvdlite_wire.store_requests`.
 
 In an elastic job ranks change, so a worker gets its rank in hvd.init() and no variable has it, nor any size. Its local
 rank is its slot on the host, which stays.
