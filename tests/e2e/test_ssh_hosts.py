@@ -450,15 +450,6 @@ def test_a_host_without_hvdlite_is_named_with_what_to_do(launch, make_lan):
 
 
 @pytest.mark.new_processes("a host lacks a part of what starts an agent")
-@pytest.mark.night
-def test_a_host_without_the_launchers_python_is_told_which_path_is_missing(launch, make_lan):
-    lan = make_lan("a", "b")
-    lan.hosts[1].hide(Path(sys.executable).parent)
-    err = failed(launch("-H", "a,b", "true", on=lan.desk))
-    assert re.search(rf"^hvdlite-run: b: .*there is no {sys.executable} on that host", err, re.MULTILINE), err
-
-
-@pytest.mark.new_processes("a host lacks a part of what starts an agent")
 def test_a_host_with_another_version_is_named_with_both(launch, make_lan, tmp_path):
     lan = make_lan("a", "b")
     own = Path(hvdlite_launcher.__file__).parent

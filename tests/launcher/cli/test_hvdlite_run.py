@@ -205,7 +205,6 @@ def test_without_a_number_the_one_job_that_runs_is_meant(flag, jobs, capsys, mon
     monkeypatch.setattr(watch_job, "_asked_again", lambda *_: None)
     monkeypatch.setattr(watch_job, "_LINE_EACH_S", 0.0)
     monkeypatch.setattr(watch_job, "_SOON_S", 0.0)
-    monkeypatch.setattr(watch_job.signal, "set_wakeup_fd", lambda _: None)
     assert hvdlite_run.main([flag]) == 2
     assert f"{flag}: none of your jobs runs here" in capsys.readouterr().err
     jobs.append(os.getpid())
