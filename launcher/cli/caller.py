@@ -103,7 +103,7 @@ def _words(flags: Mapping[str, object]) -> Iterator[str]:
             raise TypeError(f"run(): {other} and {name} are the same argument: give only one of them")
         try:
             yield from parser.words_for(known[name], _as_value(value))
-        except UsageError as error:
+        except (UsageError, ValueError) as error:
             raise ValueError(f"{name}: {error}") from None
 
 
