@@ -105,9 +105,18 @@ class StallWatch:
             if not stalls.refused:
                 self._warned_at_s.pop("operations", None)
         elif self._is_due("operations", now_s):
-            count = sum(_is_over(now_s - each.since_s, limit_s) for each in pending) - len(stalls.refused) - 1
-            more = f". {count} more operation{'' if count == 1 else 's'} waiting too long" if count else ""
-            stalls.warnings.append(f"{self._words(oldest, now_s)}{more}. {self.rules.way_out}")
+            others = [each for each in pending if _is_over(now_s - each.since_s, limit_s)][len(stalls.refused) + 1 :]
+            words = self._words(oldest, now_s) + self._words_of_others(others, oldest)
+            stalls.warnings.append(f"{words}. {self.rules.way_out}")
+
+    def _words_of_others(self, others: Sequence[Pending], oldest: Pending) -> str:
+        """Names operations behind the oldest, and the ranks that each misses where they are others."""
+        usual, shown = oldest.missing(self._scene.joined), []
+        for each in others[: MOST_NAMED - 1]:
+            missing = each.missing(self._scene.joined)
+            shown.append(each.first.what + ("" if missing == usual else f" (missing: {self._name(sorted(missing))})"))
+        count = f"{len(others)} more operations have" if len(others) > 1 else "1 more operation has"
+        return f". {count} been waiting too long: {list_names(shown, len(others))}" if others else ""
 
     def _words(self, pending: Pending, now_s: float) -> str:
         first = pending.first

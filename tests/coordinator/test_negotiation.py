@@ -736,7 +736,15 @@ def of_stalls(play: Play) -> list[str]:
     return warnings
 
 
-def test_many_stalled_operations_are_one_warning_with_their_number():
+def test_a_stalled_operation_that_misses_other_ranks_than_the_first_says_which():
+    play = Play(2, warn_after_s=60.0)
+    play.ask(0, "a")
+    play.ask(1, "b")
+    play.after(61.0)
+    assert "allreduce of 'b' (missing: rank 0 (node1))" in of_stalls(play)[0]
+
+
+def test_many_stalled_operations_are_one_warning_with_the_first_eight_and_their_number():
     play = Play(2, warn_after_s=60.0)
     for number in range(20):
         play.ask(0, str(number))
@@ -744,8 +752,9 @@ def test_many_stalled_operations_are_one_warning_with_their_number():
     play.after(61.0)
     (words,) = of_stalls(play)
     assert "stalled: allreduce of '0' in the global process set has been waiting 61 s" in words
-    assert "20 more operations waiting too long" in words
-    assert "allreduce of '1'" not in words
+    assert "20 more operations have been waiting too long: allreduce of '1', " in words
+    assert "allreduce of '7' and 13 more" in words
+    assert "allreduce of '8'" not in words
     assert "set HVDLITE_STALL_SHUTDOWN_S" in words
     play.after(30.0)
     assert of_stalls(play) == []
