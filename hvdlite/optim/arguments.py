@@ -90,6 +90,12 @@ def check_codec(compression: object, op: ReduceOp) -> tuple[ResolvedCompression,
     return Compression.none, compression
 
 
+def _check_bool(argument: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{argument}={shown(value)} is neither True nor False")
+    return value
+
+
 def check_sparse_as_dense(wanted: object) -> bool:
     """Returns the argument as a bool. The numbers 0 and 1 are accepted too, as in Horovod."""
     if real_number(wanted) not in (0.0, 1.0):
@@ -102,8 +108,7 @@ _ADASUM = "op=hvd.Adasum, which combines what each rank's step has changed"
 
 def check_step_on_arrival(wanted: object, op: ReduceOp) -> bool:
     """Returns the argument. Raises ValueError with Adasum, which has no averages before the step."""
-    if not isinstance(wanted, bool):
-        raise ValueError(f"step_on_arrival={shown(wanted)} is neither True nor False")
+    wanted = _check_bool("step_on_arrival", wanted)
     _refuse_beside("step_on_arrival=True", {_ADASUM: wanted and op == Adasum})
     return wanted
 
@@ -130,8 +135,7 @@ def check_outer(outer: object, settings: Settings) -> AnyOuter | None:
 
 def check_shard(shard: object, master: object, settings: Settings, optimizer: torch.optim.Optimizer) -> Sharing | None:
     """Returns how ranks share the optimizer's work. Raises ValueError with what does not work beside it."""
-    if not isinstance(master, bool):
-        raise ValueError(f"master={shown(master)} is neither True nor False")
+    master = _check_bool("master", master)
     if shard is None:
         if master:
             raise ValueError('master=True works with shard= alone: pass shard="world" or "host", too')
@@ -254,8 +258,7 @@ def check_autotune(
 
     Where it cannot, ``autotune=True`` is a ValueError, and HVDLITE_AUTOTUNE=1 only a line in the log.
     """
-    if not isinstance(autotune, bool):
-        raise ValueError(f"autotune={shown(autotune)} is neither True nor False")
+    autotune = _check_bool("autotune", autotune)
     size, sets = environment.fusion_threshold_bytes, "already sets the size of the buckets: leave out one of the two"
     measures, way_out = "it measures all-reduces", "replaces: pass bucket_cap_mb"
     obstacles = {

@@ -37,108 +37,6 @@ from ..outside_graphs import keep_outside_graphs
 from ..runtime.functions import global_process_set, group_of
 from ..runtime.process_set import ProcessSet
 
-
-def write(path: str, content: Mapping[str, Any]) -> None:
-    """Writes the content to the file, or leaves it as it is and raises an OSError, or a TypeError for unsafe values."""
-    target = os.path.realpath(path)
-    # One name, so that what a killed process has left is overwritten by the next.
-    temporary = f"{target}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            _save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        # It reads all but the tensors.
-        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
-        os.replace(temporary, target)
-        _sync_directory(os.path.dirname(target))
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise OSError(error.errno, error.strerror, path) from error
-        for name, value in content.items() if isinstance(error, Exception) else ():
-            _require_savable(name, value)
-        raise
-
-
-class _Recording:
-    """A file for `torch.save`, which reports an error of the disk as one of its own format."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return int(self._file.write(data))
-        except OSError as error:
-            self.error = self.error or error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def _save(content: Mapping[str, Any], file: Any) -> None:
-    recording = _Recording(file)
-    try:
-        torch.save(dict(content), recording)  # type: ignore[arg-type]  # all that it uses of a file
-    except Exception:
-        if recording.error is not None:
-            raise recording.error from None
-        raise
-
-
-def _require_savable(name: str, value: Any) -> None:
-    """Raises a TypeError for a value that cannot be saved, or that `read` would refuse, as it could run any code."""
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise TypeError(
-            f"save_checkpoint: {name} cannot be saved, or not be loaded safely: {_first_line(error)}: save tensors, "
-            "numbers, texts, and lists and dicts of these"
-        ) from error
-
-
-def _sync_directory(directory: str) -> None:
-    # Else a power failure could undo the renaming. Some file systems cannot do it.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def read(path: str) -> dict[str, Any]:
-    """Returns the content of the file, on the CPU. Raises an OSError, or a ValueError if it is no checkpoint."""
-    try:
-        with open(path, "rb") as file:
-            content = torch.load(file, map_location="cpu", weights_only=True)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            # torch.load looks for the end of a file that has none.
-            raise ValueError(f"{path} is no checkpoint, or was cut off: {error.strerror}") from error
-        raise OSError(error.errno, error.strerror, path) from error
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} is no checkpoint that can be loaded safely, as tensors and values alone: {_first_line(error)}"
-        ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise ValueError(f"{path} is no checkpoint, or was cut off: {_first_line(error)}") from error
-    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise ValueError(f"{path} is no checkpoint: it has a {type(content).__name__}, and not a dict of names")
-    return content
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
 _SAVE = "save_checkpoint"
 _OWN, _SIZE = "hvdlite", "size"
 # What learning-rate schedulers keep that may have been chosen by the number of ranks.
@@ -368,6 +266,110 @@ def _restore(states: Mapping[str, Any]) -> None:
 def _numpy_random() -> Any:
     # Not imported for this: a program without it has no such numbers.
     return sys.modules.get("numpy.random")
+
+
+# -- the file
+
+
+def write(path: str, content: Mapping[str, Any]) -> None:
+    """Writes the content to the file, or leaves it as it is and raises an OSError, or a TypeError for unsafe values."""
+    target = os.path.realpath(path)
+    # One name, so that what a killed process has left is overwritten by the next.
+    temporary = f"{target}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            _save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        # It reads all but the tensors.
+        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
+        os.replace(temporary, target)
+        _sync_directory(os.path.dirname(target))
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, path) from error
+        for name, value in content.items() if isinstance(error, Exception) else ():
+            _require_savable(name, value)
+        raise
+
+
+class _Recording:
+    """A file for `torch.save`, which reports an error of the disk as one of its own format."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return int(self._file.write(data))
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save(content: Mapping[str, Any], file: Any) -> None:
+    recording = _Recording(file)
+    try:
+        torch.save(dict(content), recording)  # type: ignore[arg-type]  # all that it uses of a file
+    except Exception:
+        if recording.error is not None:
+            raise recording.error from None
+        raise
+
+
+def _require_savable(name: str, value: Any) -> None:
+    """Raises a TypeError for a value that cannot be saved, or that `read` would refuse, as it could run any code."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            f"save_checkpoint: {name} cannot be saved, or not be loaded safely: {_first_line(error)}: save tensors, "
+            "numbers, texts, and lists and dicts of these"
+        ) from error
+
+
+def _sync_directory(directory: str) -> None:
+    # Else a power failure could undo the renaming. Some file systems cannot do it.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def read(path: str) -> dict[str, Any]:
+    """Returns the content of the file, on the CPU. Raises an OSError, or a ValueError if it is no checkpoint."""
+    try:
+        with open(path, "rb") as file:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            # torch.load looks for the end of a file that has none.
+            raise ValueError(f"{path} is no checkpoint, or was cut off: {error.strerror}") from error
+        raise OSError(error.errno, error.strerror, path) from error
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} is no checkpoint that can be loaded safely, as tensors and values alone: {_first_line(error)}"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise ValueError(f"{path} is no checkpoint, or was cut off: {_first_line(error)}") from error
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ValueError(f"{path} is no checkpoint: it has a {type(content).__name__}, and not a dict of names")
+    return content
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 keep_outside_graphs(globals())
