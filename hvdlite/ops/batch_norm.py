@@ -42,13 +42,10 @@ class SyncBatchNorm(_BatchNorm):
     """Normalizes with the statistics of the batches of all ranks of a process set; batch sizes may differ.
 
     Inputs have 2 dimensions or more, on CPU or GPU; the second is the channels. Arguments, parameters, buffers and
-    ``state_dict()`` are those of `torch.nn.BatchNorm2d` and the like. In training, every rank of the set must call it,
-    even without samples, and each waits for all. In evaluation, on a rank outside the set, and with one rank, it is
-    plain batch normalization. Half-precision inputs are computed in float32.
-
-    The gradients of weight and bias are those of the rank's own batch, for a `DistributedOptimizer` to average.
-
-    ``name``: the layer's name in messages, equal on all ranks; `convert_sync_batchnorm` sets it to the layer's path.
+    ``state_dict()`` are those of `torch.nn.BatchNorm2d` and the like; ``name`` is for messages. In training, every rank
+    of the set must call it, even without samples, and each waits for all. In evaluation, on a rank outside the set, and
+    with one rank, it is plain batch normalization. Half-precision inputs are computed in float32. The gradients of
+    weight and bias are those of the rank's own batch, for a `DistributedOptimizer` to average.
     """
 
     def __init__(

@@ -205,10 +205,9 @@ class OptimizerProxy(torch.optim.Optimizer):
 
     @property
     def _handles(self) -> dict[Tensor, tuple[None, None]]:
-        """The parameters that got a gradient since the last step or `synchronize`, as keys.
+        """The parameters that got a gradient since the last step or `synchronize`, as keys; values are pairs of None.
 
-        The values are pairs of None: gradients are sent in buckets, and have no handle or context each. A program may
-        set an empty dictionary while no gradient is being averaged.
+        A program may set an empty dictionary while no gradient is being averaged.
         """
         return dict.fromkeys(self._reducer.step.plan.layout.passes(), (None, None))
 

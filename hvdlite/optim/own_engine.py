@@ -49,9 +49,8 @@ Arguments = dict[str, str]
 class Connection:
     """The ranks that gradients are averaged over, and the settings, while the world's group is open.
 
-    ``check_parameters`` is as in `parameter_check.ParameterCheck`. ``world`` is the group of all ranks, and ``submit``
-    the method of the world's controller. Both are None if there is no world. ``survival`` is the world's, and None
-    unless a step goes on where a rank is lost.
+    ``world`` is the group of all ranks, and ``submit`` the method of the world's controller; both are None without a
+    world. ``survival`` is None unless a step goes on where a rank is lost.
     """
 
     group: Group
@@ -86,10 +85,7 @@ class Opened(NamedTuple):
 
 
 class Opening:
-    """The opening of one optimizer's engine in one world. It also closes the engine again.
-
-    It does not keep the optimizer alive: all ranks that made one open its engine, even if it is garbage by then.
-    """
+    """Opens one optimizer's engine in one world, even if the optimizer is garbage by then; and closes it again."""
 
     def __init__(
         self, connection: Connection, number: int, member: SitsOut, description: Description, plan: EnginePlan

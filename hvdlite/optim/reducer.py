@@ -93,7 +93,7 @@ class Reducer:
         forks.when_forked(self)
 
     def leave_to_parent(self) -> None:
-        """Makes gradients the child's own: autograd calls no hook, and no collective of the parent's is waited for."""
+        """Makes gradients the child's own: autograd calls no hook, and the parent's collectives are not waited for."""
         if forks.parent is None:
             # No rank has been forked, but a process that may become one, as its child may.
             return
@@ -344,7 +344,7 @@ class Reducer:
         self.step.begin()
 
     def weigh(self, n: int) -> float:
-        """Adds n to this rank's weight in this step. Returns what the loss must be multiplied by; see `weights`."""
+        """Adds n to this rank's weight in this step. Returns what the loss must be multiplied by."""
         if not self.state.is_in_step:
             self.follow_world()
         return self.step.plan.weights.add(n)
