@@ -7,7 +7,7 @@ from .buckets.exchange import (
     Gradients as Gradients,
     Links as Links,
 )
-from .buckets.outer import DiLoCo as DiLoCo, LocalSGD as LocalSGD
+from .buckets.settings import DiLoCo as DiLoCo, LocalSGD as LocalSGD
 from .comm.reduce_op import ReduceOp as ReduceOp
 from .compression.casts import Compression as Compression, Compressor as Compressor
 from .compression.codecs import Codec as Codec

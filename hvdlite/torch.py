@@ -21,7 +21,7 @@ from .errors import HvdliteError
 from .outside_graphs import outside_graphs
 
 if TYPE_CHECKING:
-    from .compression.horovod_compressors import Compression as Compression  # noqa: PLC0414  # it is public
+    from .compression.custom import Compression as Compression  # noqa: PLC0414  # it is public
     from .environment import CheckParameters
     from .shared_names import *  # noqa: F403  # the list of names
     from .shared_names import ProcessSet
@@ -93,7 +93,7 @@ if not TYPE_CHECKING:  # otherwise type checkers would accept any name
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name == "Compression":
-            from .compression.horovod_compressors import Compression as value  # noqa: PLC0415, N813
+            from .compression.custom import Compression as value  # noqa: PLC0415, N813
         else:
             value = getattr(importlib.import_module("hvdlite"), name)
         globals()[name] = value

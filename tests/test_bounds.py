@@ -31,7 +31,6 @@ MANY_ATTRIBUTES: dict[str, int] = {}
 # Public signatures, whose arguments Horovod's users know, and others.
 MANY_ARGUMENTS = {
     "DistributedOptimizer": 18,
-    "Gradients": 10,
     "Group": 9,
     "RayExecutor": 14,
     "SyncBatchNorm": 9,

@@ -92,7 +92,7 @@ def test_the_library_imports_torch_hvdlite_wire_and_the_standard_library_alone()
     exceptions = {
         "worker.functions": {"hvdlite_launcher", "cloudpickle"},
         "ops.broadcast": {"cloudpickle"},
-        "compression.cupy_program": {"cupy"},
+        "compression.kernels": {"cupy"},
         "bench.ranks": {"psutil"},
         "debugger": {"debugpy"},
         "log_to": {"psutil"},

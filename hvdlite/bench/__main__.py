@@ -32,7 +32,7 @@ from .arguments import OptionError
 from .links import SlowLinks
 from .ranks import Ranks
 from .report import SUFFIXES, Command, figure_of, require_matplotlib
-from .variants import Memory, Step
+from .variants import Memory, StepComparison
 
 PROGRAM = "hvdlite.bench"
 _EPILOG = """\
@@ -49,7 +49,9 @@ One starts a job of its own:
 Whatever is compared takes turns in one process. Tables show medians and quartiles, of the slowest rank. Ctrl-C keeps
 what has been measured so far. docs/measuring.md, in the sources, explains each figure.
 """
-_COMMANDS: dict[str, type[Command]] = {each.name: each for each in (AllReduceComparison, Step, Memory, SlowLinks)}
+_COMMANDS: dict[str, type[Command]] = {
+    each.name: each for each in (AllReduceComparison, StepComparison, Memory, SlowLinks)
+}
 _USAGE = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..buckets.outer import DiLoCo, LocalSGD
+from ..buckets.settings import DiLoCo, LocalSGD
 from ..compression.casts import Compression
 from ..rendezvous.launchers import read_placement
 from .arguments import OptionError, flag, read_count, show_count, show_ratio, show_size, show_time, some_of

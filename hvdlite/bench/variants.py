@@ -46,7 +46,7 @@ _MODELS = flag("NAME,…", some_of(WORKLOADS, "a model"), f"of {', '.join(WORKLO
 
 
 @dataclass
-class Step(Command):
+class StepComparison(Command):
     """The command `step`. Each model is a case. Models and variants not named by a flag are skipped if unavailable."""
 
     name = "step"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,26 +21,33 @@ from .flags import (
     DROPS,
     TAKES_PART,
     Flags,
-    ParticipantCount,
     Presence,
     RankAndSize,
     SliceFlags,
-    is_dropped_by_some,
-    presence_of,
+    Weights,
 )
-from .gradient_state import GradientState, changed_too_early, misfit, require_sparse_untouched
+from .gradient_state import GradientState, changed_too_early, misfit, require_sparse_untouched, require_there
 from .plan import BucketPlan
-from .weights import Weights
 
 # Allocates a flat tensor of zeros: number of elements, dtype, device.
 Memory = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
-class BucketMemory:
-    """A bucket's flat buffer, its parts, and the views that are the gradients of parameters.
+@dataclass(frozen=True, slots=True)
+class BucketOptions:
+    """What all buckets of an optimizer have in common."""
 
-    ``gradients`` has gaps if they are aligned. ``tail`` is all behind them: ``flags`` and ``weights``.
-    """
+    ranks: RankAndSize
+    scale_of: Callable[[torch.dtype], float]
+    """Returns the factor that gradients of a dtype are multiplied by before they are sent."""
+    densify: bool
+    """Whether sparse gradients are sent as dense ones. If not, `sparse_gather` averages them."""
+    memory: Memory
+    """Allocates a buffer, at its first gradient."""
+
+
+class BucketMemory:
+    """A bucket's flat buffer, its parts, and the views that are gradients. ``tail`` is ``flags`` and ``weights``."""
 
     __slots__ = ("_addresses", "_states", "_views", "flags", "flat", "gradients", "tail", "weights")
 
@@ -84,28 +92,16 @@ class BucketMemory:
 class Bucket:
     """The gradients of some parameters as one flat tensor, followed by the flags that are summed with them."""
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        params: Sequence[Tensor],
-        *,
-        ranks: RankAndSize,
-        scale: float,
-        densify: bool,
-        memory: Memory,
-    ) -> None:
+    def __init__(self, plan: BucketPlan, params: Sequence[Tensor], options: BucketOptions) -> None:
         self.plan = plan
-        self._allocate = memory
-        # The factor that gradients are multiplied by before they are sent.
-        self._scale = scale
+        self._options = options
+        self._scale = options.scale_of(plan.dtype)
         # The bucket of which this is a further round; else itself.
         self.home = self
         # Whether it is sent in every step, even if all of its parameters are frozen.
         self.is_first = False
         # What is sent with the first bucket.
         self.weights: Weights | None = None
-        # Whether sparse gradients are sent as dense ones. If not, `sparse_gather` averages them.
-        self._densify = densify
         self.states = [GradientState(self, piece, param) for piece, param in zip(plan.slices, params, strict=True)]
         # Of these, in this step and in the next: see `GradientState.frozen`.
         self.frozen = [state for state in self.states if state.frozen]
@@ -113,7 +109,7 @@ class Bucket:
         # In this step: whether it takes no more gradients, since it was sent, or will not be.
         self._is_sent = False
         self._memory: BucketMemory | None = None
-        self._flags = Flags(plan, ranks)
+        self._flags = Flags(plan, options.ranks)
         # The buffer's `Tensor._version` after hvdlite's last write. If it differs later, the user has changed a
         # gradient. None while the user may change them: before the first gradient, and once the averages are returned.
         self._version: int | None = None
@@ -131,15 +127,14 @@ class Bucket:
     @property
     def memory(self) -> BucketMemory:
         """The flat buffer and its parts. Allocated at first access."""
-        return self._memory or self.use(self._allocate(self.plan.numel, self.plan.dtype, self.plan.device))
+        return self._memory or self._use(self._options.memory(self.plan.numel, self.plan.dtype, self.plan.device))
 
     @property
     def flat(self) -> Tensor | None:
         """The flat buffer, if it is allocated."""
         return None if self._memory is None else self._memory.flat
 
-    def use(self, flat: Tensor) -> BucketMemory:
-        """Makes this the buffer: new memory, or see `take_over`."""
+    def _use(self, flat: Tensor) -> BucketMemory:
         memory = self._memory = BucketMemory(self.plan, flat, self.states)
         return memory
 
@@ -150,7 +145,7 @@ class Bucket:
 
     def take_over(self, flat: Tensor) -> None:
         """Uses the memory of an earlier bucket with the same plan. The gradients there stay those of the parameters."""
-        self.use(flat)
+        self._use(flat)
         for state in self.states:
             grad = state.param.grad
             # Views of the earlier bucket: to add to one would look like a change of this bucket by the user.
@@ -163,10 +158,7 @@ class Bucket:
         return len(self.frozen) == len(self.states) and not self.is_first
 
     def collect(self) -> bool:
-        """Moves averages that lie elsewhere, as those of late gradients, into the buffer, and makes sparse ones dense.
-
-        Call it after a step. Returns False, equally on all ranks, if no rank has had a gradient of it in the step.
-        """
+        """Moves averages that lie elsewhere into the buffer, after a step. Returns False if no rank has had any."""
         for state in self.states:
             grad = state.param.grad
             if grad is not None and grad is not state.view:
@@ -187,11 +179,7 @@ class Bucket:
         self._frozen_next = [state for state in self._frozen_next if state not in states]
 
     def expect(self) -> None:
-        """Starts a step, in which the bucket waits for its gradients before it is sent during backward.
-
-        It waits for all but those of parameters that no rank has trained in the last step and that are still frozen
-        here. Only these can be late, which all ranks know.
-        """
+        """Starts a step, which waits for all gradients but those that no rank has trained, and this rank does not."""
         self._version = None
         self._is_wanted = True
         self.presence = TAKES_PART
@@ -260,7 +248,7 @@ class Bucket:
 
     def _view_of(self, state: GradientState) -> Tensor:
         if state.view is None:
-            self.use(self._allocate(self.plan.numel, self.plan.dtype, self.plan.device))
+            self._use(self._options.memory(self.plan.numel, self.plan.dtype, self.plan.device))
         assert state.view is not None, "the memory sets the views"
         return state.view
 
@@ -272,15 +260,15 @@ class Bucket:
     def seal(self, *, leave_scale: bool) -> tuple[BucketMemory, float]:
         """Makes the buffer ready to send: zeros for missing gradients, and this rank's flags.
 
-        Returns the memory, and the factor that the caller must still multiply the gradients by. That is 1 unless
-        ``leave_scale``, with which the caller offers to scale them itself.
+        Returns the memory, and the factor that the gradients must still be multiplied by: 1 unless ``leave_scale``.
         """
         memory = self.memory
         if not self.presence.takes_part:
             self._is_sent = True
             memory.flat.zero_()
+            unused = [False] * len(self.states)
             trained = [state.param.requires_grad for state in self.states]
-            self._flags.write_unused(memory.flags, self.presence, trained)
+            self._flags.write(memory.flags, self.presence, unused, unused, trained)
             return memory, 1.0
         self.require_untouched()
         if memory.has_moved:
@@ -305,11 +293,11 @@ class Bucket:
         return [self._view_of(state) for state in self.states]
 
     def allow_changes(self) -> None:
-        """Stops checking for changes by the user in this step, because its averages will be dropped."""
+        """Lets the user change gradients in this step, because its averages will be dropped."""
         self._is_wanted = False
 
     def sit_out(self, average_of_active: bool) -> None:
-        """Makes this rank send zeros in this step. ``average_of_active``: do not count it in the averages' divisor."""
+        """Sends zeros in this step. ``average_of_active``: this rank does not count in the averages' divisor."""
         self.allow_changes()
         self.presence = Presence(left_out=average_of_active, takes_part=False, drops=False)
 
@@ -327,10 +315,7 @@ class Bucket:
         self._version = None
 
     def drop(self, kept: Sequence[GradientState]) -> None:
-        """Sets the gradients to None, except those in ``kept``, and frees the buffer. The next gradient allocates it.
-
-        Memory of the engine, such as shared memory, is not freed: mapping it on all ranks in every step is too slow.
-        """
+        """Sets the gradients to None, except those in ``kept``, and frees the buffer, unless it is the engine's."""
         for state in self.states:
             if state not in kept:
                 state.param.grad = None
@@ -343,15 +328,11 @@ class Bucket:
         self._version = None
 
     def abandon(self) -> None:
-        """Gives up the buffer and its gradients, since a collective may still write to it.
-
-        The next gradient allocates a new buffer.
-        """
+        """Gives up the buffer and its gradients, since a collective may still write to it."""
         for state in self.states:
             if state.param.grad is state.view:
                 state.param.grad = None
-        self._forget_memory()
-        self._version = None
+        self.renew()
 
     def require_same(self) -> None:
         """Raises GradientError if the user has changed, replaced or dropped a gradient that is being averaged."""
@@ -359,21 +340,19 @@ class Bucket:
             return
         self.require_untouched()
         if self._is_sent and self._memory is not None and self._memory.has_moved:
-            what = f"one of the {self.plan.describe()} was moved or converted, with the model,"
-            raise changed_too_early(what, self.states[0].param)
+            raise changed_too_early(f"one of the {self.plan.describe()} was moved or converted, with the model,")
         for state in self.states:
             if not state.ready or state.late:
                 continue
             if state.sparse:
                 require_sparse_untouched(state)
-            elif state.param.grad is not state.view:
-                how = "set to None" if state.param.grad is None else "replaced"
-                raise changed_too_early(f"the gradient of {state.name} was {how}", state.param)
+            else:
+                require_there(state, state.view)
 
     def require_untouched(self) -> None:
         """Raises GradientError if the user has changed the buffer since hvdlite last wrote to it."""
         if self._is_wanted and self._version is not None and self._version != self.memory.flat._version:
-            raise changed_too_early(f"one of the {self.plan.describe()} was changed", self.states[0].param)
+            raise changed_too_early(f"one of the {self.plan.describe()} was changed")
 
     def _fill(self, state: GradientState) -> bool:
         """Writes this rank's gradient, or zeros, into the slice. Returns whether this rank has a dense gradient."""
@@ -383,7 +362,7 @@ class Bucket:
             # Fewer passes than backward_passes_per_step, or a gradient that the user has set: it is averaged as it is.
             self.take(state, last_pass=True)
         assert state.view is not None, "the buffer sets the views"
-        if state.ready and state.sparse and self._densify and state.param.grad is not None:
+        if state.ready and state.sparse and self._options.densify and state.param.grad is not None:
             state.view.copy_(state.param.grad.to_dense())
         elif not state.ready or state.sparse:
             state.view.zero_()
@@ -411,10 +390,9 @@ class Bucket:
         return self._dense == len(self.states)
 
     def read_flags(self, *, alone: bool) -> list[tuple[GradientState, SliceFlags]]:
-        """Returns the flags of all ranks for each parameter; nothing if this rank `is_complete`, and need not know.
+        """Returns the flags of all ranks for each parameter, after the all-reduce; nothing if this rank `is_complete`.
 
-        Call it after the all-reduce: it notes what no rank trains. On a GPU this waits for the device, unless this rank
-        is ``alone``.
+        On a GPU this waits for the device, unless this rank is ``alone``.
         """
         if self.is_complete:
             if self.frozen:
@@ -425,7 +403,7 @@ class Bucket:
         return flags
 
     def late_gradients(self) -> dict[str, Tensor]:
-        """Takes the gradients that have come after this was sent off their parameters; returns them by name."""
+        """Takes the gradients that have come after this was sent off their parameters, by name."""
         late = {}
         for state in self.frozen:
             grad = state.param.grad
@@ -437,30 +415,18 @@ class Bucket:
         return late
 
     def further(self, late: Mapping[str, Tensor]) -> Bucket:
-        """Returns a bucket of the same parameters for another round in this step, with these gradients alone.
-
-        Its parameters are stand-ins in the same memory, whose gradients are then those of the round.
-        """
+        """Returns a bucket of stand-ins for the same parameters, for another round with these gradients alone."""
         params = [state.param.detach() for state in self.states]
         for state, param in zip(self.states, params, strict=True):
             param.grad = late.get(state.name)
-        bucket = Bucket(
-            self.plan, params, ranks=self._flags.ranks, scale=self._scale, densify=self._densify, memory=_plain_memory
-        )
+        bucket = Bucket(self.plan, params, replace(self._options, memory=plain_memory))
         bucket.home = self
         bucket.is_first = True
         bucket.expect()
         bucket._is_wanted, bucket.presence = self._is_wanted, self.presence
         return bucket
 
-    def is_dropped_by_some(self) -> bool:
-        """Whether some ranks dropped the averages of this step before they sent this bucket, and others did not."""
-        return is_dropped_by_some(self.plan, self.memory.flags)
 
-    def count(self, size: int) -> ParticipantCount:
-        """Returns how many of ``size`` ranks took part. Read it only after the flags are summed over all ranks."""
-        return ParticipantCount(presence_of(self.plan, self.memory.flags), size)
-
-
-def _plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocates memory of the process's own."""
     return torch.zeros(numel, dtype=dtype, device=device)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,46 +28,39 @@ from .flags import ParticipantCount
 from .plan import BucketPlan
 
 
+@dataclass(eq=False)
 class Gradients:
     """The gradients of one bucket, all of one dtype on one device.
 
-    ``flat``, of shape ``(numel,)``, holds them one after the other. ``pieces`` are views of it in the parameters'
-    shapes, one for each of ``names``. The gradient of a parameter that this rank did not use is zeros. On a rank that
-    sits out a step (see `hvd.join`) ``takes_part`` is False, and all gradients are zeros.
+    On a rank that sits out a step (see `hvd.join`) ``takes_part`` is False, and all gradients are zeros. So is the
+    gradient of a parameter that this rank did not use.
     """
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        flat: Tensor,
-        views: Callable[[], Sequence[Tensor]],
-        *,
-        what: str,
-        takes_part: bool = True,
-        with_counts: Tensor | None = None,
-        scale: float = 1.0,
-        launching: Callable[[], None] | None = None,
-        ranks: int = 1,
-        counting: Callable[[], ParticipantCount] | None = None,
-    ) -> None:
-        """``views`` returns the pieces. ``what`` names the bucket in messages, equally on all ranks.
+    plan: BucketPlan
+    flat: Tensor
+    """All gradients, one after the other, of shape ``(numel,)``."""
+    views: Callable[[], Sequence[Tensor]]
+    """Returns the ``pieces``."""
+    what: str
+    """Names the bucket in messages, equally on all ranks."""
+    takes_part: bool = True
+    flat_with_counts: Tensor | None = None
+    scale: float = 1.0
+    """The factor that ``flat`` must still be multiplied by. It is 1 unless `Exchange.scales`."""
+    launching: Callable[[], None] | None = None
+    """`Exchange.begin` may call it between packing and the first launch, for timelines to show them apart."""
+    ranks: int = 1
+    """The number of ranks of the optimizer."""
+    counting: Callable[[], ParticipantCount] | None = None
+    """Waits for the counts that are sent beside the bucket, and returns the number of ranks that take part.
 
-        ``with_counts`` is ``flat`` with the counts behind it, for exchanges with `Exchange.carries_counts`.
-        ``scale`` is the factor that ``flat`` must still be multiplied by. It is 1 unless `Exchange.scales`.
-        `Exchange.begin` may call ``launching`` between packing and the first launch, for timelines to show them apart.
-        ``ranks`` is the number of ranks of the optimizer. ``counting`` waits for the counts that are sent beside the
-        bucket, and returns the number of ranks that take part. It is None if an exchange `Exchange.carries_counts`.
-        """
-        self.plan = plan
-        self.flat = flat
-        self.what = what
-        self.takes_part = takes_part
-        self.with_counts = flat if with_counts is None else with_counts
-        self.scale = scale
-        self.launching = launching
-        self.ranks = ranks
-        self.counting = counting
-        self._views = views
+    None if an exchange `Exchange.carries_counts`.
+    """
+
+    @property
+    def with_counts(self) -> Tensor:
+        """``flat`` with the counts behind it, for exchanges with `Exchange.carries_counts`."""
+        return self.flat if self.flat_with_counts is None else self.flat_with_counts
 
     @property
     def names(self) -> list[str]:
@@ -76,7 +70,7 @@ class Gradients:
     @property
     def pieces(self) -> Sequence[Tensor]:
         """Each parameter's gradient in its shape, as a view of ``flat``."""
-        return self._views()
+        return self.views()
 
     @property
     def counts(self) -> Tensor:
@@ -170,10 +164,7 @@ class Links:
 
     @classmethod
     def in_legs(cls, group: Group, count: int) -> Links:
-        """Opens ``count`` legs in place of ``within`` and ``across``, where there are several hosts.
-
-        Every rank must call it, and waits for all. On a single host it has only ``within``, which is all ranks.
-        """
+        """Opens ``count`` legs, or ``within`` alone on a single host. Every rank must call it, and waits for all."""
         if len(set(group.hosts)) == 1:
             return cls.by_host(group)
         links = cls(group)
@@ -244,10 +235,7 @@ class Exchange(ABC):
     """
 
     def open_links(self, group: Group) -> Links:
-        """Opens the groups that `begin` gets, over all ranks of the optimizer. Every rank calls it, and waits for all.
-
-        The base class opens those within hosts and across them. Return ``Links(group)`` if only all ranks are needed.
-        """
+        """Opens the groups that `begin` gets, by default `Links.by_host`. Every rank calls it, and waits for all."""
         return Links.by_host(group)
 
     @abstractmethod
@@ -298,10 +286,7 @@ class Exchange(ABC):
             )
 
     def check_state(self, state: Mapping[str, Any], numels: Mapping[str, int]) -> None:  # noqa: B027 - most keep none
-        """Raises ValueError if a checkpoint's state is that of another model. `load_state_dict` follows.
-
-        ``numels`` has the real numbers of each parameter, by name.
-        """
+        """Raises ValueError if a state is of another model than that whose parameters have ``numels`` real numbers."""
 
     def consolidate(self, plans: Sequence[BucketPlan], links: Links) -> dict[str, Any]:
         """Returns a state that any number of ranks can load, made of all ranks' states: see `consolidate_state_dict`.

@@ -1,32 +1,53 @@
 """
-Flags at the end of a bucket's flat buffer: which parameters were used, and how many ranks take part in the step.
+What is sent behind a bucket's gradients: flags, and in the first bucket the ranks' numbers of samples (`Weights`).
 
     per slice: used, sparse, trained │ ranks not in the divisor │ participants, per block of ranks │ that drop, keep
 
-(Behind them the first bucket has the elements of `weights`.) `bucket` writes and reads them; `plan` says at which
-offsets they are. A rank writes 1 or 0 into each. They are summed with the gradients, and then hold the number of ranks
-that wrote 1. A rank trains a parameter if it has a gradient of it, or if the parameter requires one: what no rank
-trains is not waited for in the next step. Only one of these numbers must be exact: how many ranks take part. Of the
-others it matters whether they are 0. To be exact in any dtype of a bucket, that number is split: each element counts
-one block of at most `RANKS_PER_COUNT` ranks. So no extra collective is needed.
+A rank writes 1 or 0 into each, at offsets that `plan` has. They are summed with the gradients, and then hold the number
+of ranks that wrote 1. A rank trains a parameter if it has a gradient of it, or if the parameter requires one: what no
+rank trains is not waited for in the next step. Only how many ranks take part must be exact; of the others it matters
+whether they are 0. To be exact in any dtype of a bucket, that number is split: each element counts one block of at most
+`RANKS_PER_COUNT` ranks. So no extra collective is needed. On a GPU reading the flags waits for the device, except on a
+rank that is alone; so does writing them, if they differ from those of the step before.
 
-Reading the flags on a GPU waits for the device, except on a rank that is alone. Writing them waits too, if they differ
-from those of the step before.
+`Weights` averages gradients by the samples or tokens that each rank has in a step, for `optimizer.weighted`:
+
+    loss × n / reference ── backward ── averaged over the ranks ── × correction ── sum(n g) / sum(n)
+          n of every rank, behind the first bucket's flags ── correction, and the next step's reference
+
+The reference only keeps numbers in range, for 16-bit wires: it must be near the n of the ranks, and equal on all. It is
+the mean n of the last step. Each rank writes its n into elements of its own, 8 bits into each, so that n is exact in
+any dtype of a bucket, and in any order of sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..errors import MismatchError
 from .plan import FLAGS_PER_SLICE, BucketPlan
 
 RANKS_PER_COUNT = 128
 """The ranks that one element counts. Whole numbers are exact up to 256 in bfloat16 and up to 2048 in float16."""
+
+# The elements of a bucket for one rank's n, of 8 bits each, which bfloat16 holds exactly.
+_DIGITS = 5
+_BASE = 256
+_POWERS = torch.tensor([float(_BASE**digit) for digit in range(_DIGITS)], dtype=torch.float64, device="cpu")
+
+MOST_PER_STEP = _BASE**_DIGITS - 3
+"""The largest sum of n of one rank in a step."""
+
+FIRST_REFERENCE = 1024.0
+"""The reference of the first step. An fp16 wire then holds usual gradients of 1 to about 10 million tokens per rank."""
+
+# What a rank writes: one of these, or its n + 2.
+_NO_BACKWARD, _UNWEIGHTED, _LEAST = 0, 1, 2
 
 
 class Presence(NamedTuple):
@@ -71,7 +92,7 @@ class Flags:
         self._plan = plan
         self.ranks = ranks
         self._usual: Tensor | None = None
-        # The last flags that `_write` wrote, and the same as a tensor on the bucket's device.
+        # The last flags that `write` wrote, and the same as a tensor on the bucket's device.
         self._written: tuple[int, ...] = ()
         self._there = torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -92,29 +113,19 @@ class Flags:
         trained: Sequence[bool],
     ) -> None:
         """Writes which gradients this rank has, which of them are sparse, and which parameters it trains."""
-        self._write(tail, (*used, *sparse, *trained, *self._presence_of(presence)))
-
-    def write_unused(self, tail: Tensor, presence: Presence, trained: Sequence[bool]) -> None:
-        """Writes the flags of a rank without gradients, and which parameters it trains."""
-        unused = [False] * len(self._plan.slices)
-        self.write(tail, presence, unused, unused, trained)
+        flags = (*used, *sparse, *trained, *self._presence_of(presence))
+        if flags != self._written:
+            self._written = flags
+            self._there = torch.tensor(flags, dtype=tail.dtype, device=tail.device)
+        tail.copy_(self._there)
 
     def _presence_of(self, presence: Presence) -> list[int]:
         counts = [0] * self._plan.count_slots
         counts[self.ranks.rank // RANKS_PER_COUNT] = int(presence.takes_part)
         return [int(presence.left_out), *counts, int(presence.drops), int(presence.takes_part and not presence.drops)]
 
-    def _write(self, tail: Tensor, flags: tuple[int, ...]) -> None:
-        if flags != self._written:
-            self._written = flags
-            self._there = torch.tensor(flags, dtype=tail.dtype, device=tail.device)
-        tail.copy_(self._there)
-
     def read(self, tail: Tensor, *, alone: bool) -> list[SliceFlags]:
-        """Returns the flags of every slice, of all ranks.
-
-        ``alone`` is for a single rank: it returns what `write` wrote, without waiting for the device.
-        """
+        """Returns the flags of every slice, of all ranks. On a rank that is ``alone`` it does not wait."""
         count = len(self._plan.slices)
         flags = self._written if alone else tail.abs().tolist()
         return [SliceFlags(*(value > 0 for value in flags[i : 3 * count : count])) for i in range(count)]
@@ -134,10 +145,7 @@ def presence_of(plan: BucketPlan, tail: Tensor) -> Tensor:
 
 
 class ParticipantCount:
-    """The number of ranks that took part in a step, and the divisor of its averages, from the flags of a summed bucket.
-
-    An average is over all ranks, unless some sat out and do not count. The divisor is read once, at first use.
-    """
+    """The number of ranks that took part in a step, and the divisor of its averages, read once at first use."""
 
     __slots__ = ("_divisor", "_presence", "_size", "_there", "is_on_host")
 
@@ -181,3 +189,121 @@ class ParticipantCount:
     def on_host(self) -> ParticipantCount:
         """Returns this count with its flags on the CPU. Waits for the device that they are on."""
         return ParticipantCount(self._presence.cpu(), self._size)
+
+
+class WeightState(NamedTuple):
+    """All that `Weights` remembers, to begin a step again in another world."""
+
+    reference: float = FIRST_REFERENCE
+    # The sum of n of the step's backward passes, or None if no loss was weighted.
+    counted: int | None = None
+    # The same of losses whose backward pass has not begun.
+    pending: int | None = None
+    has_backward: bool = False
+
+
+class Weights:
+    """This rank's n of a step, and the correction of the averages by those of all ranks."""
+
+    def __init__(self, ranks: RankAndSize) -> None:
+        self._ranks = ranks
+        self.slots = _DIGITS * ranks.size
+        self.state = WeightState()
+        # In this step: what the averages must still be multiplied by. 1 until `read`, and if all ranks have equal n.
+        self.correction = 1.0
+        # The last n that `write` wrote, and the elements that it wrote.
+        self._written: tuple[int, Tensor] | None = None
+
+    def add(self, n: int) -> float:
+        """Adds n to the next backward pass, or to this step if none follows. Returns the factor of the loss."""
+        self.state = self.state._replace(pending=(self.state.pending or 0) + n)
+        return n / self.state.reference
+
+    @property
+    def of_step(self) -> int | None:
+        """The sum of n on this rank in this step, or None if it has not weighted a loss."""
+        counted, pending = self.state.counted, self.state.pending
+        return None if counted is None and pending is None else (counted or 0) + (pending or 0)
+
+    def begin_backward(self) -> None:
+        """Notes that a backward pass of this optimizer has begun."""
+        # A step whose gradients are dropped takes only the n of its own passes along, not those of the next pass.
+        self.state = self.state._replace(counted=self.of_step, pending=None, has_backward=True)
+
+    def drop(self) -> None:
+        """Drops the n of backward passes, whose gradients are used or dropped."""
+        self.state = self.state._replace(counted=None, has_backward=False)
+        self.correction = 1.0
+
+    def end_step(self) -> None:
+        """Drops every n, after a step that all ranks have taken part in."""
+        self.drop()
+        self.state = self.state._replace(pending=None)
+
+    def write(self, slots: Tensor) -> None:
+        """Writes this rank's n into its elements of ``slots``, of shape ``(self.slots,)``, and zeros elsewhere."""
+        n = self.of_step
+        code = n + _LEAST if n is not None else _UNWEIGHTED if self.state.has_backward else _NO_BACKWARD
+        if self._written is None or self._written[0] != code or self._written[1].dtype != slots.dtype:
+            values = [0] * self.slots
+            start = self._ranks.rank * _DIGITS
+            values[start : start + _DIGITS] = [code // _BASE**digit % _BASE for digit in range(_DIGITS)]
+            self._written = code, torch.tensor(values, dtype=slots.dtype, device=slots.device)
+        slots.copy_(self._written[1])
+
+    def read(self, slots: Tensor, count: ParticipantCount, describe: Callable[[int], str]) -> None:
+        """Sets the correction and the next reference from the sum of all ranks' ``slots``.
+
+        Raises MismatchError, on every rank, if some ranks have weighted their losses and others have not; ``describe``
+        names a rank. On a GPU this waits, so there a rank that has weighted none does not read.
+        """
+        if slots.device.type != "cpu" and self.of_step is None:
+            return
+        real = slots.real if slots.is_complex() else slots
+        codes = [int(code) for code in (real.cpu().double().view(-1, _DIGITS) @ _POWERS).tolist()]
+        numbers = [code - _LEAST for code in codes if code >= _LEAST]
+        if not numbers:
+            return
+        if _UNWEIGHTED in codes:
+            weighted = [describe(rank) for rank, code in enumerate(codes) if code >= _LEAST]
+            others = [describe(rank) for rank, code in enumerate(codes) if code == _UNWEIGHTED]
+            raise MismatchError(
+                f"optimizer.weighted(loss, n) was called in this step on {_some(weighted)}, and not on "
+                f"{_some(others)}: call it on every rank for every loss, or on none"
+            )
+        self._use(sum(numbers), len(numbers), int(count))
+
+    def read_alone(self) -> None:
+        """Sets the correction and the next reference of a rank whose gradients are in no bucket."""
+        if self.of_step is not None:
+            self._use(self.of_step, 1, 1)
+
+    def _use(self, total: int, ranks: int, divisor: int) -> None:
+        # Without any sample, all gradients are zeros.
+        if total > 0:
+            self.correction = divisor * self.state.reference / total
+            self.state = self.state._replace(reference=total / ranks)
+
+
+class _NoGradient(torch.autograd.Function):
+    """Zero in place of a loss of no samples, which may be NaN. Backward reaches no parameter."""
+
+    @staticmethod
+    def forward(ctx: object, loss: Tensor) -> Tensor:
+        return torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> None:
+        return None
+
+
+def no_loss(loss: Tensor) -> Tensor:
+    """Returns a zero of the loss's shape and dtype, whose backward pass gives no parameter a gradient."""
+    # Not typed in every version of torch.
+    untyped: Any = _NoGradient
+    zero: Tensor = untyped.apply(loss)
+    return zero
+
+
+def _some(ranks: list[str]) -> str:
+    return ", ".join(ranks[:3]) + (f" and {len(ranks) - 3} more ranks" if len(ranks) > 3 else "")

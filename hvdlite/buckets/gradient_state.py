@@ -1,19 +1,20 @@
 """
 `GradientState`: the progress of one parameter's gradient in the current step, and its *home*.
 
-The home keeps the gradient between backward and step. It is a `bucket`, or one of `unbucketed_gradients`. `layout`
-creates the states; `reducer` looks one up for every gradient.
+The home keeps the gradient between backward and step. It is a `bucket`, or the gradient stays in ``param.grad``:
+`InPlaceHome` is for all gradients of a single rank, `GatheredHome` for sparse gradients, whose rows are gathered, and
+Adasum's is in `adasum_step`. On a single rank, changes by the user that several ranks could not handle are errors too,
+so that a program which works on one rank works on many. `layout` creates the states; `reducer` looks one up for every
+gradient.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Protocol
 
+import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import GradientError
 from .plan import Slice
@@ -65,14 +66,67 @@ class GradientState:
         self.fresh = False
 
 
+class InPlaceHome:
+    """Remembers gradients, so that `require_same` can detect changes by the user."""
+
+    def take(self, state: GradientState, last_pass: bool) -> bool:
+        grad = state.param.grad
+        state.held = grad
+        if last_pass:
+            state.ready = True
+            state.sparse = grad is not None and grad.layout is not torch.strided
+            state.version = 0 if grad is None else grad._version
+            # Several gradients may share one version counter, which autograd still raises. Only if it is 0 here does a
+            # later change of it prove that the user has changed the gradient.
+            state.fresh = grad is not None and grad._version == 0
+        return False
+
+
+class GatheredHome:
+    """Checks that a gradient stays sparse, once some rank has had a sparse one for the parameter."""
+
+    def __init__(self, state: GradientState) -> None:
+        self.state = state
+
+    def take(self, state: GradientState, last_pass: bool) -> bool:
+        """Raises GradientError if the gradient is dense."""
+        grad = state.param.grad
+        if grad is not None and grad.layout == torch.strided:
+            raise GradientError(
+                f"parameter {state.name!r} had sparse gradients in earlier steps and has a dense one now: keep "
+                "it sparse or dense in all steps, or wrap the optimizer with sparse_as_dense=True"
+            )
+        state.held, state.version = grad, 0 if grad is None else grad._version
+        if last_pass:
+            state.ready = True
+        return False
+
+
+def require_same(states: Iterable[GradientState]) -> None:
+    """Raises GradientError if a complete gradient in ``param.grad`` was changed, replaced or set to None."""
+    for state in states:
+        if state.ready and state.sparse:
+            require_sparse_untouched(state)
+        elif state.ready:
+            require_there(state, state.held)
+            grad = state.param.grad
+            if state.fresh and grad is not None and grad._version != 0:
+                raise changed_too_early(f"the gradient of {state.name} was changed")
+
+
 def require_sparse_untouched(state: GradientState) -> None:
     """Raises GradientError if a complete sparse gradient was changed, replaced or set to None."""
+    require_there(state, state.held)
     grad = state.param.grad
-    if grad is not state.held:
-        how = "set to None" if grad is None else "replaced"
-        raise changed_too_early(f"the gradient of {state.name} was {how}", state.param)
     if grad is not None and grad._version != state.version:
-        raise changed_too_early(f"the gradient of {state.name} was changed", state.param)
+        raise changed_too_early(f"the gradient of {state.name} was changed")
+
+
+def require_there(state: GradientState, expected: Tensor | None) -> None:
+    """Raises GradientError if ``param.grad`` was replaced or set to None."""
+    if state.param.grad is not expected:
+        how = "set to None" if state.param.grad is None else "replaced"
+        raise changed_too_early(f"the gradient of {state.name} was {how}")
 
 
 def misfit(state: GradientState, grad: Tensor) -> GradientError:
@@ -93,41 +147,11 @@ def misfit(state: GradientState, grad: Tensor) -> GradientError:
     )
 
 
-@contextmanager
-def explaining_lost_graphs() -> Iterator[None]:
-    """Says of an optimizer's step that differentiates gradients why it cannot: averages have no graph."""
-    try:
-        yield
-    except RuntimeError as error:
-        # Of PyTorch's error for a tensor without a graph.
-        if "does not require grad and does not have a grad_fn" not in str(error):
-            raise
-        raise GradientError(
-            "the optimizer differentiates the gradients, and averages have no graph, with backward(create_graph=True) "
-            "too: compute its second derivatives before step(), from this rank's own gradients, by "
-            "torch.autograd.grad(loss, params, create_graph=True), and average them with hvd.allreduce"
-        ) from error
-
-
-def changed_too_early(what: str, param: Tensor) -> GradientError:
+def changed_too_early(what: str) -> GradientError:
     """Returns the error for a gradient that was changed before it was averaged; ``what`` begins the message."""
-    if _is_in_ddp(param):
-        return GradientError(
-            f"{what} while it was being averaged, by DistributedDataParallel (DDP), which averages the same gradients: "
-            "use one of the two, hvd.DistributedOptimizer without DDP, or DDP with the original optimizer"
-        )
     return GradientError(
         f"{what} while it was being averaged, so the ranks would have come to differ. To clip, leave clip_grad_norm_ "
-        "out, and give hvd.DistributedOptimizer(..., max_norm=...). Otherwise call optimizer.synchronize() after "
-        "backward() and before changing or dropping gradients; register hooks that change gradients before "
-        "hvd.DistributedOptimizer(...)"
+        "out, and give hvd.DistributedOptimizer(..., max_norm=...). Leave DistributedDataParallel out, which averages "
+        "the same gradients. Otherwise call optimizer.synchronize() after backward() and before changing or dropping "
+        "gradients; register hooks that change gradients before hvd.DistributedOptimizer(...)"
     )
-
-
-def _is_in_ddp(param: Tensor) -> bool:
-    # A parameter has no reference to its modules, but DDP has a list of them. Only referrers are looked up: a list of
-    # all objects would have those that other threads are still making, which then fail in C.
-    lists = [each for each in gc.get_referrers(param) if type(each) is list]
-    owners = [owner for each in lists for owner in gc.get_referrers(each)]
-    owners += [owner for each in owners if type(each) is dict for owner in gc.get_referrers(each)]
-    return any(issubclass(type(owner), DistributedDataParallel) for owner in owners)

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from ..comm.flat_bytes import as_real
+from ..comm.group import Group
 from ..comm.work import Work
 from .bucket import Bucket
 from .exchange import Exchange, Gradients, Links
-from .flags import ParticipantCount, presence_of
-from .further_rounds import FurtherRounds
+from .flags import ParticipantCount, is_dropped_by_some, presence_of
+from .gradient_state import GradientState
 from .parameter_check import ParameterCheck
 from .plan import BucketPlan
 from .step_trace import BucketTrace, StepTrace, captures
@@ -54,11 +55,7 @@ class InFlight:
     def __init__(
         self, bucket: Bucket, exchange: Exchange, links: Links, trace: BucketTrace | None = None, *, name: str
     ) -> None:
-        """Seals the bucket and launches its collectives.
-
-        ``name`` is the bucket's name in errors and stall messages. ``trace`` is its row of the timeline, if one is
-        recorded.
-        """
+        """Seals the bucket and launches its collectives. ``name`` is the bucket's in messages."""
         self.bucket = bucket
         self._size = links.all.size
         self._trace = trace
@@ -76,7 +73,7 @@ class InFlight:
             bucket.views,
             what=what,
             takes_part=bucket.presence.takes_part,
-            with_counts=memory.flat,
+            flat_with_counts=memory.flat,
             scale=scale,
             launching=None if trace is None else trace.launching,
             ranks=self._size,
@@ -112,10 +109,7 @@ class InFlight:
         )
 
     def finish(self, count: ParticipantCount | None = None) -> ParticipantCount:
-        """Blocks until the collectives end, and writes the result into the bucket, of which gradients are views.
-
-        Returns the count of participants of this step: ``count`` if another bucket has it already, else this bucket's.
-        """
+        """Waits, and writes the result into the bucket. Returns the count of participants, ``count`` if known."""
         bucket = self.bucket
         if self._trace is None:
             self._wait()
@@ -125,13 +119,15 @@ class InFlight:
         bucket.require_untouched()
         if self._counting is not None:
             as_real(bucket.memory.tail).copy_(self._counting.counts)
-        # This only refers to the counts: with `carries_counts` they are in the bucket after `ExchangeWork.finish`.
-        count_of_step = bucket.count(self._size) if count is None else count
-        self._begun.finish(count_of_step)
-        bucket.guard()
+        is_first, memory = count is None, bucket.memory
         if count is None:
-            count_of_step.keep()
-        return count_of_step
+            # This only refers to the counts: with `carries_counts` they are in the bucket after `ExchangeWork.finish`.
+            count = ParticipantCount(presence_of(bucket.plan, memory.flags), self._size)
+        self._begun.finish(count)
+        bucket.guard()
+        if is_first:
+            count.keep()
+        return count
 
     def _wait(self) -> None:
         if self._counting is not None:
@@ -139,11 +135,61 @@ class InFlight:
         self._begun.wait()
 
 
+class FurtherRounds:
+    """Sends gradients of one step that came after their bucket was sent, of parameters that were unfrozen within it.
+
+    A parameter that no rank trained in the last step is not waited for in backward, and a bucket of such parameters
+    alone is not sent. So only their gradients can be late, which is known to all ranks: only then do these ask each
+    other, by one small all-reduce in the step. One of them may be late alone.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        """``buckets`` are all of the optimizer's, in plan order."""
+        # Those whose gradients can be late: the same on all ranks.
+        self._buckets = [bucket for bucket in buckets if bucket.frozen]
+        self._late: list[dict[str, Tensor]] = []
+        self._counts = torch.empty(0, dtype=torch.int32, device="cpu")
+        self._work: Work | None = None
+        self.are_due = bool(self._buckets)
+        """Whether `begin` is still to be called in this step."""
+
+    def send(self, group: Group, optimizer: str) -> None:
+        """Takes late gradients off their parameters, and tells all ranks of them, after the first rounds."""
+        if self._buckets and self._work is None:
+            self._late = [bucket.late_gradients() for bucket in self._buckets]
+            self._counts = torch.tensor([len(late) for late in self._late], dtype=torch.int32, device="cpu")
+            self._work = group.all_reduce(self._counts, f"the counts of late gradients ({optimizer})")
+
+    def begin(self) -> list[Bucket]:
+        """Waits for all ranks, and returns the buckets of the further rounds. The first rounds must have ended."""
+        self.are_due = False
+        if self._work is None:
+            return []
+        self._work.wait()
+        counts = self._counts.tolist()
+        return [
+            bucket.further(late)
+            for bucket, late, count in zip(self._buckets, self._late, counts, strict=True)
+            if count > 0
+        ]
+
+    @staticmethod
+    def end(bucket: Bucket) -> None:
+        """Adds the averages of a further round to those of the first, in ``param.grad``."""
+        arrived: list[GradientState] = []
+        for own, state in zip(bucket.states, bucket.home.states, strict=True):
+            grad = own.param.grad
+            if grad is not None:
+                state.param.grad = grad if state.param.grad is None else state.param.grad.add_(grad)
+            if grad is not None or own.sparse:
+                arrived.append(state)
+        bucket.home.thaw(arrived)
+
+
 class BucketQueue:
     """Launches the buckets of a step in plan order, waits for them in that order, and sends late gradients.
 
-    It does not launch buckets in the order in which they fill. Ranks may fill them in different orders, and collectives
-    pair up only by the order of their launch.
+    Ranks may fill buckets in different orders, and collectives pair up only by the order of their launch.
     """
 
     def __init__(self, exchange: Exchange, trace: StepTrace, check: ParameterCheck, size: int) -> None:
@@ -173,10 +219,7 @@ class BucketQueue:
         self.is_dropped_by_some = False
 
     def begin(self, buckets: Sequence[Bucket], *, holds_last: bool = False) -> None:
-        """Starts a step with these buckets, given in plan order. Sleeping ones are not sent.
-
-        ``holds_last``: the last one is not sent before `finish_all`, so that it can say that the averages are dropped.
-        """
+        """Starts a step with these buckets, in plan order. ``holds_last``: the last is not sent in backward."""
         self._further = FurtherRounds(buckets)
         self._waiting.extend([bucket for bucket in buckets if not bucket.asleep])
         self._last, self._holds_last = self._waiting[-1] if self._waiting else None, holds_last
@@ -218,11 +261,11 @@ class BucketQueue:
             self._launch(self._waiting.popleft(), links)
 
     def finish_all(self, links: Links) -> Iterator[Bucket]:
-        """Launches all remaining buckets, full or not, and yields each bucket when its result is in it.
+        """Launches all remaining buckets, full or not, and those of late gradients. Yields each once its result is in
+        it.
 
-        From then on the user may change its gradients. Raises GradientError if the user has changed one earlier. Then
-        it does the same with buckets for late gradients, which it adds to the others. A comparison of parameters, if
-        one is due, is sent after the buckets. Raises MismatchError at the end if the parameters differ.
+        From then on the user may change its gradients: raises GradientError if that was done earlier, and MismatchError
+        at the end if a comparison of parameters was due, and they differ.
         """
         waiting, launched = self._waiting, self._launched
         first = launched[0] if launched else waiting[0] if waiting else None
@@ -250,8 +293,8 @@ class BucketQueue:
             bucket = launched[back]
             back += 1
             bucket.unguard()
-            if bucket is self._last:
-                self.is_dropped_by_some = self._reads_drops(bucket) and bucket.is_dropped_by_some()
+            if bucket is self._last and self._reads_drops(bucket):
+                self.is_dropped_by_some = is_dropped_by_some(bucket.plan, bucket.memory.flags)
             yield bucket
             if bucket.home is not bucket:
                 self._further.end(bucket)

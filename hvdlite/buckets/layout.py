@@ -17,53 +17,34 @@ import torch
 from torch import Tensor
 
 from ..errors import GradientError
-from .bucket import Bucket, Memory
-from .flags import RankAndSize
-from .gradient_state import GradientState, Home
+from .bucket import Bucket, BucketOptions
+from .flags import Weights
+from .gradient_state import GatheredHome, GradientState, Home, require_same
 from .plan import BucketPlan, Description, ParamSpec
 from .shares import Planner
-from .unbucketed_gradients import GatheredHome, require_same
-from .weights import Weights
 
 
 class Layout:
     """The buckets and other homes of one optimizer's gradients."""
 
-    def __init__(
-        self,
-        *,
-        ranks: RankAndSize,
-        planner: Planner,
-        scale_of: Callable[[torch.dtype], float],
-        densify: bool,
-        memory: Memory,
-        staying: Home | None,
-        weights: Weights,
-    ) -> None:
-        """``scale_of`` returns the factor that gradients of a dtype are multiplied by before they are sent.
+    def __init__(self, options: BucketOptions, planner: Planner, staying: Home | None, weights: Weights) -> None:
+        """With ``staying`` there are no buckets: it is the home of all gradients, which stay in ``param.grad``.
 
-        ``memory`` allocates a bucket's buffer at its first gradient. With ``staying`` there are no buckets: it is the
-        home of all gradients, which stay in ``param.grad``. ``weights`` are sent with the first bucket.
+        ``weights`` are sent with the first bucket.
         """
         self.buckets: list[Bucket] = []
         self.sparse: list[GatheredHome] = []
         # By the parameter's `id`, which hashes faster than a tensor: this is looked up for every gradient.
         self.states: dict[int, GradientState] = {}
-        self._staying = staying
         self.planner = planner
-        self._ranks = ranks
-        self._scale_of = scale_of
-        self._densify = densify
-        self._memory = memory
+        self._options = options
+        self._staying = staying
         self._weights = weights
 
     def add(
         self, params: dict[str, Tensor], groups: Iterable[Iterable[str]], trainable: Container[str]
     ) -> tuple[Description, Sequence[BucketPlan]]:
-        """Plans buckets for more parameters, behind the existing ones; those that are not ``trainable`` are frozen.
-
-        Returns the description of the parameters, for the ranks to compare, and the plans.
-        """
+        """Plans buckets for more parameters. Returns what ranks compare of these, and the plans."""
         specs = [ParamSpec.of(name, param, trainable=name in trainable) for name, param in params.items()]
         plans = self.planner.plan(specs, groups)
         if self._staying is not None:
@@ -99,10 +80,7 @@ class Layout:
         return [(bucket.plan, bucket.flat) for bucket in self.buckets if bucket.flat is not None]
 
     def take_over(self, buffers: Iterable[tuple[BucketPlan, Tensor]], is_usable: Callable[[Tensor], bool]) -> None:
-        """Uses buffers of an earlier layout, where they are usable, for the buckets that have the same gradients.
-
-        The flags behind the gradients are fewer where there are fewer ranks.
-        """
+        """Uses buffers of an earlier layout for the buckets that have the same gradients; its flags may be more."""
         flats = {(plan.slices, plan.dtype, plan.device): flat for plan, flat in buffers if is_usable(flat)}
         for bucket in self.buckets:
             plan = bucket.plan
@@ -181,8 +159,7 @@ class Layout:
             self.sparse.append(state.home)
 
     def _make_bucket(self, plan: BucketPlan, params: Sequence[Tensor]) -> Bucket:
-        scale = self._scale_of(plan.dtype)
-        bucket = Bucket(plan, params, ranks=self._ranks, scale=scale, densify=self._densify, memory=self._memory)
+        bucket = Bucket(plan, params, self._options)
         self._enter(bucket.states)
         return bucket
 

@@ -38,10 +38,9 @@ _WHAT = "comparing the parameters"
 
 
 class ParameterCheck:
-    """Compares the parameters of one optimizer over the ranks of a group.
+    """Compares the parameters of one optimizer over the ranks of a group, in steps in which that is due.
 
-    In each step all ranks call `begin`, `send` and `finish`, in this order. These do nothing in a step in which no
-    comparison is due.
+    In each step all ranks call `begin`, `send` and `finish`, in this order.
     """
 
     def __init__(self, ranks: Group, when: CheckParameters, *, spares_first: bool = False) -> None:
@@ -73,10 +72,7 @@ class ParameterCheck:
         self._params = [(name, param) for name, param in self._params if name not in names]
 
     def begin(self, *, takes_part: bool) -> None:
-        """Computes the fingerprints if a comparison is due. Call it before the step changes parameters.
-
-        A rank that sits out the step (``takes_part`` is False) contributes none.
-        """
+        """Computes the fingerprints if a comparison is due, before the step changes parameters."""
         # An all-reduce is left over if the last step failed on this rank, and not on the others, after `send`.
         self._await()
         if self._steps_left != 0:
@@ -97,10 +93,7 @@ class ParameterCheck:
             self._work = group.all_reduce(self._extremes, _WHAT, Max)
 
     def finish(self, group: Group) -> None:
-        """Waits for the comparison, if one is due. Raises MismatchError on every rank if parameters differ, or warns.
-
-        After an error the next step compares again.
-        """
+        """Waits for a comparison. Raises MismatchError on every rank if parameters differ, or warns."""
         if self._await():
             return
         difference = self._words(group, group.all_gather_json(self._own, _WHAT))
@@ -153,8 +146,7 @@ class ParameterCheck:
 def fingerprints(params: Sequence[Tensor]) -> list[str]:
     """Returns for each tensor a hash of its dtype, shape and elements, as hexadecimal text. Waits once per device.
 
-    Elements are hashed in memory order if the memory has no gaps, else in the tensor's logical order. Only single
-    chunks, and tensors with gaps, are copied.
+    Elements are hashed in memory order if the memory has no gaps, else in the tensor's logical order.
     """
     sums: dict[torch.device, list[Tensor]] = {}
     counts: list[tuple[torch.device, int]] = []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ class BucketPlan:
     number of ranks that used the parameter, of those with a sparse gradient for it, and of those that train it; the
     number of ranks that sit out this step and do not count (see `join`); the number that take part, in ``count_slots``
     elements; the numbers of those that drop the averages and that keep them; and, in the first bucket only, the ranks'
-    numbers of samples, in ``weight_slots`` elements: see `weights`.
+    numbers of samples, in ``weight_slots`` elements: see `Weights`.
 
     Where ranks share the optimizer's work, ``bounds`` has one number more than there are ranks: rank r updates the
     elements from ``bounds[r]`` to ``bounds[r + 1]``. Otherwise it is empty.
@@ -190,19 +191,16 @@ Description = Sequence[tuple[str, str]]
 
 def first_difference(mine: Description, theirs: Description) -> tuple[str, str, str] | None:
     """Returns the first parameter that differs, as (name, my description, their description), or None."""
-    for (name, ours), (other_name, other) in zip(mine, theirs, strict=False):
-        if name != other_name:
-            # Prefer the parameter that only one side has: that is the cause.
-            lone_is_mine = name not in dict(theirs)
-            return (name, ours, _MISSING) if lone_is_mine else (other_name, _MISSING, other)
-        if ours != other:
-            return name, ours, other
-    shared = min(len(mine), len(theirs))
-    if len(mine) > shared:
-        return (*mine[shared], _MISSING)
-    if len(theirs) > shared:
-        name, other = theirs[shared]
-        return name, _MISSING, other
+    for ours, other in zip_longest(mine, theirs):
+        if ours == other:
+            continue
+        if ours is not None and other is not None and ours[0] == other[0]:
+            return *ours, other[1]
+        # Prefer the parameter that only one side has: that is the cause.
+        if other is None or (ours is not None and ours[0] not in dict(theirs)):
+            assert ours is not None, "not both lists have ended"
+            return *ours, _MISSING
+        return other[0], _MISSING, other[1]
     return None
 
 

@@ -47,10 +47,7 @@ class StepTrace:
         self._last_step_ns = time.monotonic_ns()
 
     def trace_of(self, index: int, bucket: Bucket) -> BucketTrace | None:
-        """Returns the trace of the bucket that is launched as number ``index`` of this step.
-
-        Returns None if no timeline is recorded, or a CUDA graph captures.
-        """
+        """Returns the trace of the bucket that is launched as this number of a step, or None if none is recorded."""
         if not self._recorder.is_on or captures(bucket.plan.device):
             return None
         return BucketTrace(self._recorder, self._steps, self._row(index), bucket)

@@ -4,5 +4,5 @@ Compressions whose wires can be summed: casts, Horovod's compressors, and users'
 
 Modules import only what stands before them:
 
-    cupy_program < kernels < codec_kernels < horovod_compressors < custom < codecs < low_rank < top_k < casts
+    kernels < codec_kernels < custom < codecs < approximations < casts
 """

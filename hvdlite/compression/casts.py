@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 
 from ..values import shown
+from .approximations import Encoding, EncodingTypes, LowRank, TopK
 from .codecs import Int4, Int8
-from .custom import CustomCompression
-from .horovod_compressors import BF16Compressor, FP16Compressor, NoneCompressor
-from .horovod_compressors import Compressor as HorovodCompressor
+from .custom import BF16Compressor, CustomCompression, FP16Compressor, NoneCompressor
+from .custom import Compressor as HorovodCompressor
 from .kernels import scale_cast
-from .low_rank import LowRank
-from .top_k import Encoding, EncodingTypes, TopK
 
 
 @runtime_checkable
@@ -150,7 +148,7 @@ def check_compression(compression: object, own: str = ".none, .fp16 or .bf16") -
     """Returns hvdlite's own form of the compression that a user has passed. Raises TypeError if it is none.
 
     ``own`` has the names in `Compression` that the caller takes. A compression in Horovod's style (see
-    `horovod_compressors`) may be a class or an instance of one.
+    `custom`) may be a class or an instance of one.
     """
     if type(compression) in (NoCompression, CastCompression):
         return compression  # type: ignore[return-value]  # mypy does not take it from the line above

@@ -20,7 +20,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from .cupy_program import (
+from .kernels import (
     ARITHMETIC,
     NAMES,
     CupyProgram,
@@ -389,10 +389,7 @@ def _encoded(
     factor: float,
     keeps: bool,
 ) -> tuple[Tensor, ...]:
-    """Returns the wire, its scales, its codes, and the residual, if there is one.
-
-    Codes of blocks whose scale is NaN are made 0: they decode to NaN whatever they are.
-    """
+    """Returns the wire, its scales, its codes, those of NaN as 0, and the residual, if there is one."""
     blocks = -(-len(values) // codec.block)
     wire = values.new_empty(blocks * (4 + codec.block // codec.per_byte), dtype=torch.uint8)
     residual = 0.3 * values.to(working_dtype(values.dtype)).roll(3) if keeps else None

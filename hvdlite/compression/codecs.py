@@ -318,10 +318,7 @@ def check_blocks(codec: Codec) -> None:
 
 
 def words_of_wires(form: object) -> str:
-    """Returns the repr of a compression; that of a codec of one's own with what its wires depend on beside its class.
-
-    Ranks compare this, since instances of one class may have been made with other numbers.
-    """
+    """Returns the words by which ranks compare a compression: its repr, and what wires of a user's codec depend on."""
     if not isinstance(form, Codec) or type(form) in (Int8, Int4):
         return repr(form)
     feedback = "with" if form.error_feedback else "without"

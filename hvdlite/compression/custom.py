@@ -4,8 +4,9 @@
     tensor ── compress ── wire, checked ── (sent by the caller) ── decompress ── tensor
 
 `ops.packing` calls it. In hvdlite's style a compression is an object with ``compress(buffer)`` and ``decompress(wire,
-out)``. In Horovod's style it is a class whose two static methods pass a context along (see `horovod_compressors`). Any
-exception in it is raised again as a ValueError that names the compression.
+out)``. In Horovod's style it is a class whose two static methods pass a context along. Programs written for Horovod
+derive from its classes, which are here too, or call their methods; `casts` maps these to hvdlite's own. Any exception
+in a compression is raised again as a ValueError that names it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,67 @@ import torch
 from torch import Tensor
 
 from ..errors import words_of
+
+
+class Compressor:
+    """The base class of Horovod's compressions. Your own overrides these two static methods."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """Returns the tensor to send, and a context for `decompress`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """Returns the decompressed tensor; ``ctx`` is the context that `compress` returned."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors uncompressed."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        return tensor
+
+
+class _CastCompressor(Compressor):
+    """Casts floating-point tensors that are wider than ``dtype`` to it. Sends other tensors uncompressed."""
+
+    dtype: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
+        is_wider = tensor.is_floating_point() and tensor.element_size() > cls.dtype.itemsize
+        return (tensor.to(cls.dtype) if is_wider else tensor), tensor.dtype
+
+    @classmethod
+    def decompress(cls, tensor: Tensor, ctx: Any) -> Tensor:
+        return tensor.to(ctx)
+
+
+class FP16Compressor(_CastCompressor):
+    """Casts floating-point tensors to float16."""
+
+    dtype = torch.float16
+
+
+class BF16Compressor(_CastCompressor):
+    """Casts floating-point tensors to bfloat16, which Horovod does not have."""
+
+    dtype = torch.bfloat16
+
+
+class Compression:
+    """The built-in compressions, under Horovod's names."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor
 
 
 @dataclass(slots=True)
@@ -64,11 +126,9 @@ class CustomCompression:
             call, context, given = "compress(buffer)", None, as_real(tensor)
             wire = self._call(call, of, self._given.compress, given)
             if not isinstance(wire, Tensor):
-                is_pair = isinstance(wire, tuple) and len(wire) == 2 and isinstance(wire[0], Tensor)
-                hint = " (one in Horovod's manner is passed as its class, or derived from Horovod's Compressor)"
                 raise TypeError(
-                    f"compression={self!r}: {call} returned {_words(wire)}, not a tensor, for {of}"
-                    f"{hint if is_pair else ''}"
+                    f"compression={self!r}: {call} returned {_words(wire)}, not a tensor, for {of} (one in Horovod's "
+                    "manner, which returns a pair, is passed as its class, or derived from Horovod's Compressor)"
                 )
         self._require_carried(wire, tensor, f"{call} returned", of)
         # The same tensor object if possible, since `decompress` may rely on its identity.

@@ -74,8 +74,7 @@ class BetweenHosts(Exchange):
         self._has_encoded = True
         what = f"the {self.word} of the {gradients.what}"
         averaging = Averaging(self._settings, gradients)
-        beside = self._launch_beside(gradients.plan, links, what)
-        stages = self._stages(gradients, links, what, averaging, beside)
+        stages = self._stages(gradients, links, what, averaging, self._launch_beside(gradients.plan, links, what))
         if gradients.plan.device.type == "cpu":
             return _SentBetweenHosts(gradients, [links.all.watched(self._runner.start(stages), what)], averaging)
         for work in stages:
@@ -110,19 +109,12 @@ class BetweenHosts(Exchange):
         """Raises ValueError if a parameter has another number of elements, or there is no such parameter."""
         for name, numel in state.get("numels", {}).items():
             if numels.get(name) != numel:
-                raise self._is_of_another_model(name, f"of {numel} numbers", numels)
-        # Older states do not have these numbers.
-        for name, kinds in state.get("residuals", {}).items():
-            end = max((start + len(values) for start, _, values in kinds.values()), default=0)
-            if end > numels.get(name, -1):
-                raise self._is_of_another_model(name, f"up to its number {end}", numels)
-
-    def _is_of_another_model(self, name: str, found: str, numels: Mapping[str, int]) -> ValueError:
-        has = f"one of {numels[name]} numbers" if name in numels else "no such parameter"
-        return ValueError(
-            f"the checkpoint has what {self._form!r} has kept for {name!r}, {found}, and the optimizer has {has}: it "
-            "is that of another model; delete the key 'hvdlite' from the state_dict to begin without it"
-        )
+                has = f"one of {numels[name]} numbers" if name in numels else "no such parameter"
+                raise ValueError(
+                    f"the checkpoint has what {self._form!r} has kept for {name!r}, of {numel} numbers, and the "
+                    f"optimizer has {has}: it is that of another model; delete the key 'hvdlite' from the state_dict "
+                    "to begin without it"
+                )
 
     def rescale(self, factor: float) -> None:
         """Multiplies what was not sent of gradients, which the next step adds to gradients of another scale."""
@@ -190,8 +182,8 @@ class BetweenHosts(Exchange):
             counts = [stop - start for start, stop in pairwise(bounds)]
             shard = flat.new_empty(stop - start)
             yield within.reduce_scatter(shard, flat, counts, what)
-        kept = NotSentOfBucket(self._residuals, gradients.plan, scale, within.size, unused)
-        yield from self._between(Shard(gradients.plan, shard, start, kept, beside, averaging), links, what)
+        kept = self._residuals, scale, within.size, unused
+        yield from self._between(BucketShard(gradients.plan, shard, start, *kept, averaging, beside), links, what)
         if within.size > 1:
             shards, work = second.within.begin_all_gather(shard, what, [n * flat.element_size() for n in counts])
             yield work
@@ -200,10 +192,10 @@ class BetweenHosts(Exchange):
         self._residuals.keep_where_not_finite(rest, flat)
 
     @abstractmethod
-    def _between(self, shard: Shard, links: Links, what: str) -> Iterator[Work]:
+    def _between(self, shard: BucketShard, links: Links, what: str) -> Iterator[Work]:
         """Replaces this host's sum in ``shard.values`` by that of all hosts, in stages.
 
-        It may multiply the sum by `Averaging.factor` while it writes it, in which it then may not leave out anything.
+        It may multiply the sum by `BucketShard.factor` while it writes it, in which it then may not leave out anything.
         """
 
     def _bounds(self, plan: BucketPlan, parts: int) -> list[int]:
@@ -224,48 +216,49 @@ class _SentBetweenHosts(ExchangeWork):
             self._averaging.scaling.finish(as_real(self.gradients.flat), count)
 
 
-class NotSentOfBucket(NamedTuple):
-    """What this rank has not sent of the gradients of a bucket, of which the host's ranks have a shard each."""
+class BucketShard(NamedTuple):
+    """The part of a bucket that this rank sends between hosts, and what it has not sent of earlier ones."""
 
-    residuals: Residuals
     plan: BucketPlan
+    # They begin at the real number ``start`` of the bucket.
+    values: Tensor
+    start: int
+    residuals: Residuals
     # The factor of the gradients, and the number of the host's ranks.
     scale: float
     ranks: int
     # The parameters that this rank has not used in this step, as (start, stop) in the bucket's real numbers.
     unused: Sequence[tuple[int, int]]
+    averaging: Averaging
+    beside: Beside | None
 
     @property
     def name(self) -> str:
         """The bucket's first parameter."""
         return self.plan.slices[0].spec.name
 
-    def residual(self, kind: str, values: Tensor, start: int, sums: tuple[int, int] = (0, 0)) -> Tensor:
-        """Returns the residual of ``values``, which begin at ``start`` of the bucket. Change it in place.
+    def residual(self, kind: str, values: Tensor, at: int = 0, sums: tuple[int, int] = (0, 0)) -> Tensor:
+        """Returns the residual of ``values``, which begin at ``at`` of the shard. Change it in place.
 
-        ``sums`` is as in `Residuals.take`.
+        ``kind`` is `residuals.OWN`, or `residuals.SUM` for this rank's part of a sum. ``sums`` is where that part
+        begins and ends in the shard.
         """
-        return self.residuals.take(kind, self.plan, start, values, self.scale, self.ranks, sums)
+        first, last = sums
+        sums = self.start + first, self.start + last
+        return self.residuals.take(kind, self.plan, self.start + at, values, self.scale, self.ranks, sums)
 
-    def missing(self, values: Tensor, start: int) -> list[slice]:
-        """Returns the parts of ``values``, which begin at ``start``, that no rank of the host has used."""
-        found = []
+    def missing(self, values: Tensor, at: int = 0) -> list[slice]:
+        """Returns the parts of ``values``, from ``at`` on, that no rank of the host has used: they keep residuals."""
+        found, start = [], self.start + at
         for first, last in self.unused:
             part = slice(max(first - start, 0), min(last - start, values.numel()))
             if part.start < part.stop and not values[part].any():
                 found.append(part)
         return found
 
-
-class Shard(NamedTuple):
-    """The part of a bucket that this rank sends between hosts: ``values`` begin at its real number ``start``."""
-
-    plan: BucketPlan
-    values: Tensor
-    start: int
-    kept: NotSentOfBucket
-    beside: Beside | None
-    averaging: Averaging
+    def factor(self) -> float:
+        """Returns what the sums must be multiplied by: see `Averaging.factor`."""
+        return self.averaging.factor()
 
 
 class Averaging:
@@ -281,10 +274,7 @@ class Averaging:
         self._counting = gradients.counting if can else None
 
     def factor(self) -> float:
-        """Returns what all sums of the bucket must be multiplied by; or 1, and `finish` makes averages of them.
-
-        It waits until all ranks have begun the bucket. All ranks must call it, or none.
-        """
+        """Returns what all sums must be multiplied by; or 1, and `finish` divides. All ranks call it, or none."""
         factor = None if self._counting is None else self.scaling.factor(self._counting())
         self.is_done = factor is not None
         return 1.0 if factor is None else factor

@@ -7,7 +7,7 @@ The built-in exchanges whose wires are summed.
     StepAdasum           combines by Adasum what each rank's own optimizer step has changed (arXiv 2006.02924)
     SingleRank           does nothing, for a single rank
 
-`exchange_choice` makes one for an optimizer; `in_flight` and `adasum_step` call it for each bucket. Sparse gradients
+`exchange_state` makes one for an optimizer; `in_flight` and `adasum_step` call it for each bucket. Sparse gradients
 use none of these: see `sparse_gather`. `host_sums` has the exchange for formats that cannot be summed.
 """
 
@@ -155,10 +155,7 @@ class _Summed(ExchangeWork):
 
 
 class ReduceToParts(AllReduce):
-    """Averages or sums this rank's part of a bucket, the one that it updates: see `BucketPlan.bounds`.
-
-    What is left in the other parts is of no use. The counts are summed beside it, since every rank needs them.
-    """
+    """Averages or sums this rank's part of a bucket (`BucketPlan.bounds`), and the counts beside it."""
 
     word = "reduce-scatter"
     carries_counts = False
@@ -182,9 +179,8 @@ def _real_bounds(plan: BucketPlan) -> list[int]:
 class CompressedAllReduce(_OverAllRanks):
     """Compresses a bucket's gradients by a user's own compression, and averages or sums the wires.
 
-    The ranks first check together that the compression worked on all of them and made wires of equal sizes. So an
-    error on one rank is an error on all, in the same bucket. `begin` waits for this check. Therefore buckets are not
-    sent during backward, when another rank may be waiting in a different collective.
+    `begin` waits until the compression has worked on all ranks, so that an error on one is an error on all. So buckets
+    are not sent during backward, when another rank may be waiting in a different collective.
     """
 
     word = "all-reduce"
@@ -214,7 +210,8 @@ class CompressedAllReduce(_OverAllRanks):
         flats = list(pack.flats())
         underway = [self._reduction.begin(links.all, flat, counts, divisor, what) for flat, counts, _ in flats]
         works = [each.work for each in underway if each.work is not None]
-        elsewhere = any(_is_elsewhere(flat, gradients.flat) for flat, _, _ in flats)
+        own = gradients.flat.untyped_storage().data_ptr()
+        elsewhere = any(flat.untyped_storage().data_ptr() != own for flat, _, _ in flats)
         wire = flats[-1][0] if works else None
         return _Packed(gradients, works, wire, pack, list(zip(underway, flats, strict=True)), takes_memory=elsewhere)
 
@@ -251,10 +248,7 @@ class _Packed(ExchangeWork):
 
 
 class StepAdasum(_OverAllRanks):
-    """Combines what the ranks' optimizer steps have changed by Adasum, with separate dot products for each parameter.
-
-    `begin` waits for the other ranks, one bucket after the other: the deltas exist only after the optimizer's step.
-    """
+    """Combines what the ranks' optimizer steps have changed by Adasum, with a dot product for each parameter."""
 
     word = "Adasum"
     after_step = True
@@ -279,11 +273,7 @@ class StepAdasum(_OverAllRanks):
 def _combine_packed(
     group: Group, compression: CustomCompression, tensors: Sequence[Tensor], counts: Sequence[int], what: str
 ) -> None:
-    """Replaces the deltas, in place, by the Adasum of all ranks' deltas, compressed by a user's own compression.
-
-    ``tensors`` holds either one tensor for each parameter or one flat tensor of all parameters. ``counts`` are the
-    numbers of elements of the parameters.
-    """
+    """Replaces deltas, in place, by their Adasum over all ranks, compressed by a user's own compression."""
     reduction = Reduction(Adasum)
 
     def check(tensor: Tensor, wire: Tensor, of: str) -> None:
@@ -338,7 +328,3 @@ class _Wires:
         """Returns a wire's memory to the pool, after the collective has ended and the wire was read."""
         if memory is not None:
             self._free.append(memory)
-
-
-def _is_elsewhere(flat: Tensor, buffer: Tensor) -> bool:
-    return flat.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()

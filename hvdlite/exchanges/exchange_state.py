@@ -1,5 +1,6 @@
 """
-`ExchangeState`: what an optimizer's exchange keeps of gradients, in checkpoints and while the scale of losses changes.
+`exchange_of` makes an optimizer's exchange, by its settings. `ExchangeState` is what that keeps of gradients, in
+checkpoints and while the scale of losses changes.
 
     scaler.step(optimizer) ── asks the optimizer for an attribute: see_scaler ── next step: begin_step: Exchange.rescale
     optimizer.weighted ── losses are divided by a reference, another in each step ───┘
@@ -20,8 +21,39 @@ from typing import Any
 from torch.amp import GradScaler
 
 from ..buckets.exchange import Exchange, Links
+from ..buckets.flags import FIRST_REFERENCE
 from ..buckets.plan import BucketPlan
-from ..buckets.weights import FIRST_REFERENCE
+from ..buckets.settings import Settings
+from ..comm.reduce_op import Adasum
+from ..compression.approximations import LowRank
+from ..compression.custom import CustomCompression
+from .builtin_exchanges import AllReduce, CompressedAllReduce, ReduceToParts, SingleRank, StepAdasum
+from .host_sums import HostSumExchange
+from .low_rank_exchange import LowRankExchange
+
+
+def exchange_of(settings: Settings, size: int, sharers: int = 1) -> Exchange:  # noqa: PLR0911 - one for each kind
+    """Creates an optimizer's exchange over ``size`` ranks. Raises TypeError if a user's factory returns no Exchange.
+
+    ``sharers`` is how many of the ranks share the optimizer's work, each with an own part.
+    """
+    if settings.exchange is not None:
+        exchange = settings.exchange()
+        if not isinstance(exchange, Exchange):
+            raise TypeError(f"exchange={settings.exchange!r} made {exchange!r}, which is not an hvd.Exchange")
+        return exchange
+    if settings.op is Adasum:
+        return StepAdasum(settings)
+    if isinstance(settings.compression, CustomCompression):
+        return CompressedAllReduce(settings)
+    if settings.leaves_gradients(size):
+        return SingleRank()
+    if settings.codec is None:
+        # Where fewer ranks share it, as those of each host do, every host needs all averages.
+        return ReduceToParts(settings) if sharers == size > 1 else AllReduce(settings)
+    if isinstance(settings.codec, LowRank):
+        return LowRankExchange(settings, settings.codec)
+    return HostSumExchange(settings, settings.codec)
 
 
 class ExchangeState:
@@ -29,9 +61,11 @@ class ExchangeState:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._loss_scale = _LossScale()
+        self.scale: float | None = None
+        """The scale of the losses that `state_dict` has something of. None if no GradScaler has been seen."""
+        self._scaler: GradScaler | None = None
         self.reference = FIRST_REFERENCE
-        """What the weights of losses were divided by (see `weights`) of which the exchange keeps something."""
+        """What the weights of losses were divided by (see `Weights`) of which the exchange keeps something."""
         # Whether these losses had no weights: their gradients are as large as those of weight 1.
         self._is_unweighted = True
         # What `consolidate` has made for this rank's next checkpoint, until the next step.
@@ -45,10 +79,7 @@ class ExchangeState:
         self._exchange = exchange
 
     def begin_step(self, reference: float, n: int | None) -> None:
-        """Begins a step, before its first bucket, whose losses are multiplied by ``n`` and divided by ``reference``.
-
-        ``n`` is None where losses have no weights. It waits for a GPU if there is a GradScaler, as its own step does.
-        """
+        """Begins a step whose losses are multiplied by ``n``, None without weights, and divided by ``reference``."""
         self._consolidated = {}
         self._rescale()
         factor = self.reference / reference
@@ -62,30 +93,19 @@ class ExchangeState:
         self.reference = reference
 
     def state_dict(self, gone: Collection[str] = ()) -> dict[str, Any]:
-        """Returns the state for a checkpoint: this rank's, or after `consolidate` that of all ranks.
-
-        It has nothing of parameters that are ``gone`` from the optimizer: it will be loaded where they never were.
-        """
+        """Returns the state for a checkpoint, without parameters that are ``gone`` from the optimizer."""
         state = self._consolidated
         if not state:
             self._rescale()
             state = self._exchange.state_dict()
         return self._exchange.without(state, gone) if gone else state
 
-    @property
-    def scale(self) -> float | None:
-        """The scale of the losses that `state_dict` has something of. None if no GradScaler has been seen."""
-        return self._loss_scale.of_kept
-
     def load(self, state: Mapping[str, Any], scale: float | None, reference: float, numels: Mapping[str, int]) -> None:
-        """Loads what `state_dict` returned, or an empty dict.
-
-        ``scale`` and ``reference`` are its own, and ``numels`` the number of reals in each parameter's gradient.
-        """
+        """Loads what `state_dict` returned, or an empty dict, with its ``scale`` and ``reference``."""
         self._exchange.check_state(state, numels)
         self._consolidated = {}
         self._exchange.load_state_dict(state)
-        self._loss_scale.of_kept = scale
+        self.scale = scale
         self.reference, self._is_unweighted = reference, reference == FIRST_REFERENCE
 
     def consolidate(self, plans: Sequence[BucketPlan], links: Links, *, keeps: bool) -> None:
@@ -103,12 +123,16 @@ class ExchangeState:
             self._exchange.load_state_dict(left)
 
     def see_scaler(self, frame: FrameType) -> None:
-        """Remembers the GradScaler in whose ``step`` the frame is, if what the exchange keeps depends on its scale.
-
-        It waits for a GPU if the scaler is a new one.
-        """
-        if self._depends_on_scale:
-            self._loss_scale.look_for_scaler(frame)
+        """Remembers the GradScaler in whose ``step`` the frame is, if what the exchange keeps depends on its scale."""
+        at: FrameType | None = frame if self._depends_on_scale else None
+        while at is not None:
+            found = at.f_locals.get("self")
+            if isinstance(found, GradScaler):
+                if found is not self._scaler:
+                    # The backward pass before this step has used its scale.
+                    self._scaler, self.scale = found, found.get_scale()
+                return
+            at = at.f_back
 
     @property
     def _depends_on_scale(self) -> bool:
@@ -116,36 +140,11 @@ class ExchangeState:
 
     def _rescale(self) -> None:
         """Gives what the exchange keeps the scale that the next gradients have."""
-        if self._depends_on_scale and (factor := self._loss_scale.change()) != 1.0:
-            self._exchange.rescale(factor)
-
-
-class _LossScale:
-    """The factor of GradScaler's losses, and by how much it has changed since the exchange kept gradients of them."""
-
-    def __init__(self) -> None:
-        self.of_kept: float | None = None
-        """The scale of what the exchange keeps. None: unknown."""
-        self._scaler: GradScaler | None = None
-
-    def look_for_scaler(self, frame: FrameType | None) -> None:
-        """Remembers the GradScaler of whose ``step`` this is the frame, or a frame that it has called."""
-        while frame is not None:
-            found = frame.f_locals.get("self")
-            if isinstance(found, GradScaler):
-                if found is not self._scaler:
-                    # The backward pass before this step has used its scale.
-                    self._scaler, self.of_kept = found, found.get_scale()
-                return
-            frame = frame.f_back
-
-    def change(self) -> float:
-        """Returns the factor by which the scale has changed since the last call."""
-        if self._scaler is None:
-            return 1.0
-        now, before = self._scaler.get_scale(), self.of_kept
-        if not (now > 0 and math.isfinite(now)):
-            # Gradients of such a step are of no use, and neither would be the factor.
-            return 1.0
-        self.of_kept = now
-        return 1.0 if before is None else now / before
+        if self._scaler is None or not self._depends_on_scale:
+            return
+        now, before = self._scaler.get_scale(), self.scale
+        # Gradients of a step without such a scale are of no use, and neither would be the factor.
+        if now > 0 and math.isfinite(now):
+            self.scale = now
+            if before is not None and now != before:
+                self._exchange.rescale(now / before)

@@ -6,16 +6,16 @@
     LargestSum   largest values and their places ── all-gather ── add
 
 Three hosts or more send each host its part of the values, which sums it, encodes the sum, and sends it to all, as
-ZeRO++ does (arXiv 2306.10209). What a wire cannot hold is added to the next values (error feedback): `NotSent` has it.
+ZeRO++ does (arXiv 2306.10209). What a wire cannot hold is added to the next values (error feedback): a `Shard` has it.
 All ranks get equal bits: sums are in rank order.
 
 `HostSumExchange` averages gradients by a `HostSum` (see `between_hosts` for what comes before and after), and
-`steps.outer_bucket` outer gradients. `compression.codecs` and `compression.top_k` have the formats.
+`steps.outer_bucket` outer gradients. `compression.codecs` and `compression.approximations` have the formats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Protocol, TypeAlias
 
@@ -26,39 +26,29 @@ from ..buckets.exchange import Links
 from ..buckets.settings import Settings
 from ..comm.group import Group
 from ..comm.work import Work
+from ..compression.approximations import TopK
 from ..compression.codecs import Codec, wire_bytes, working_dtype
-from ..compression.top_k import TopK
-from .between_hosts import BetweenHosts, Shard, split
+from .between_hosts import BetweenHosts, BucketShard, split
 from .residuals import OWN, SUM, replace_if_finite
 
 
-class NotSent(Protocol):
-    """What a rank has not sent of earlier values, by ``name``, which its other values do not have."""
+class Shard(Protocol):
+    """What a rank sends of its host's values, and what it has not sent of earlier ones, as in `BucketShard`."""
 
     @property
+    def values(self) -> Tensor: ...
+    @property
     def name(self) -> str: ...
-
-    def residual(self, kind: str, values: Tensor, start: int, sums: tuple[int, int] = (0, 0)) -> Tensor:
-        """Returns the residual of ``values``, which begin at ``start`` of all of them. It is changed in place.
-
-        ``kind`` is `residuals.OWN`, or `residuals.SUM` for this rank's part of a sum. ``sums`` is where that part
-        begins and ends.
-        """
-        ...
-
-    def missing(self, values: Tensor, start: int) -> list[slice]:
-        """Returns the parts of ``values`` that are zeros since nobody has used them: they keep their residuals."""
-        ...
+    def residual(self, kind: str, values: Tensor, at: int = 0, sums: tuple[int, int] = (0, 0)) -> Tensor: ...
+    def missing(self, values: Tensor, at: int = 0) -> list[slice]: ...
+    def factor(self) -> float: ...
 
 
 class EncodedSum:
     """Sums in the format of a codec."""
 
     def __init__(self, codec: Codec, *, reuses_wires: bool) -> None:
-        """``reuses_wires``: keeps the wires of two hosts for the next values of the same name.
-
-        Memory that is new to the kernel costs as much as encoding.
-        """
+        """``reuses_wires``: for the next values of the same name, since new memory costs as much as encoding."""
         self._codec = codec
         self.keeps_residuals = codec.error_feedback
         """Whether there are residuals once something was sent, on every rank."""
@@ -66,89 +56,79 @@ class EncodedSum:
         # By name: the wires of two hosts, one after the other in the order of their ranks.
         self._wires: dict[str, Tensor] = {}
 
-    def stages(
-        self,
-        values: Tensor,
-        start: int,
-        kept: NotSent,
-        across: Sequence[Group],
-        what: str,
-        factor: Callable[[], float] = lambda: 1.0,
-    ) -> Iterator[Work]:
-        """Launches the collective of each stage and yields its work; at the end ``values`` are the sums.
+    def stages(self, shard: Shard, across: Sequence[Group], what: str) -> Iterator[Work]:
+        """Launches the collective of each stage and yields its work; at the end ``shard.values`` are the sums.
 
-        ``values``, of shape ``(numel,)``, begin at ``start`` of those that ``kept`` knows. ``across`` has two groups of
-        the same ranks, or one if these are two ranks. The sums are multiplied by ``factor``, which is called once all
-        ranks have begun.
+        They are multiplied by ``shard.factor()``, which is called once all ranks have begun. ``across`` has two groups
+        of the same ranks, or one if these are two ranks.
         """
-        first, codec = across[0], self._codec
+        first, codec, values = across[0], self._codec, shard.values
         if first.size == 2:
-            yield from self._swap(values, start, kept, first, what, factor)
+            yield from self._swap(shard, first, what)
             return
         bounds = split(values.numel(), first.size, codec.block)
         sizes = [wire_bytes(codec, stop - start) for start, stop in pairwise(bounds)]
         begin, end = bounds[first.rank], bounds[first.rank + 1]
         wire = torch.empty(sum(sizes), dtype=torch.uint8, device=values.device)
-        sums = start + begin, start + end
-        self._encode(OWN, values, start, kept, bounds, wire, sums)
+        self._encode(shard, OWN, values, bounds, wire, sums=(begin, end))
         own = sizes[first.rank]
         wires, work = first.begin_all_to_all(wire, sizes, [own] * first.size, what)
         yield work
         total = torch.empty(end - begin, dtype=working_dtype(values.dtype), device=values.device)
         codec.add_decoded(wires, total)
         wire = torch.empty(own, dtype=torch.uint8, device=values.device)
-        self._encode(SUM, total, sums[0], kept, [0, total.numel()], wire)
+        self._encode(shard, SUM, total, [0, total.numel()], wire, at=begin)
         wires, work = across[1].begin_all_gather(wire, what, sizes)
         yield work
-        by = factor()
+        by = shard.factor()
         for (begin, end), each in zip(pairwise(bounds), wires, strict=True):
             codec.add_decoded([each], values[begin:end], by)
 
-    def _swap(
-        self, values: Tensor, start: int, kept: NotSent, across: Group, what: str, factor: Callable[[], float]
-    ) -> Iterator[Work]:
+    def _swap(self, shard: Shard, across: Group, what: str) -> Iterator[Work]:
         """Does `stages` for two hosts."""
-        codec, nbytes = self._codec, wire_bytes(self._codec, values.numel())
+        codec, values = self._codec, shard.values
+        nbytes = wire_bytes(codec, values.numel())
         # After a step that fails an engine may still use them, and they are not used again.
-        both = self._wires.pop(kept.name, None)
+        both = self._wires.pop(shard.name, None)
         if both is None or both.numel() != 2 * nbytes or both.device != values.device:
             both = torch.empty(2 * nbytes, dtype=torch.uint8, device=values.device)
         wires = both[:nbytes], both[nbytes:]
         own, other = wires[across.rank], wires[1 - across.rank]
-        self._encode(OWN, values, start, kept, [0, values.numel()], own)
+        self._encode(shard, OWN, values, [0, values.numel()], own)
         # Unlike an all-gather, which over gloo copies what is sent and what is received, this copies nothing.
         sizes = [0 if rank == across.rank else nbytes for rank in range(2)]
         _, work = across.begin_all_to_all(own, sizes, sizes, what, other)
         yield work
-        codec.add_decoded(wires, values, factor())
+        codec.add_decoded(wires, values, shard.factor())
         if self._reuses_wires:
-            self._wires[kept.name] = both
+            self._wires[shard.name] = both
 
     def _encode(
         self,
+        shard: Shard,
         kind: str,
         values: Tensor,
-        start: int,
-        kept: NotSent,
         bounds: Sequence[int],
         wire: Tensor,
+        *,
+        at: int = 0,
         sums: tuple[int, int] = (0, 0),
     ) -> None:
         """Writes the wire of ``values``, with the parts between ``bounds`` one after the other."""
         codec = self._codec
-        residual = kept.residual(kind, values, start, sums) if codec.error_feedback else None
+        residual = shard.residual(kind, values, at, sums) if codec.error_feedback else None
         # What nobody has used, on this host or in a sum on any, stays zero, and keeps its residual for when it is used
         # again.
         before = []
         if residual is not None:
-            before = [(residual[part], residual[part].clone()) for part in kept.missing(values, start)]
+            before = [(residual[part], residual[part].clone()) for part in shard.missing(values, at)]
             for part, _ in before:
                 part.zero_()
-        at = 0
+        place = 0
         for begin, end in pairwise(bounds):
-            size = wire_bytes(codec, end - begin)
-            codec.encode_all(values[begin:end], wire[at : at + size], None if residual is None else residual[begin:end])
-            at += size
+            sent = wire[place : place + wire_bytes(codec, end - begin)]
+            codec.encode_all(values[begin:end], sent, None if residual is None else residual[begin:end])
+            place += len(sent)
         for part, copy in before:
             part.copy_(copy)
 
@@ -161,21 +141,13 @@ class LargestSum:
     def __init__(self, form: TopK) -> None:
         self._form = form
 
-    def stages(
-        self,
-        values: Tensor,
-        start: int,
-        kept: NotSent,
-        across: Sequence[Group],
-        what: str,
-        factor: Callable[[], float] = lambda: 1.0,
-    ) -> Iterator[Work]:
+    def stages(self, shard: Shard, across: Sequence[Group], what: str) -> Iterator[Work]:
         """Does as `EncodedSum.stages`, but does not multiply: it does not call ``factor``."""
-        form, group = self._form, across[0]
-        residual = kept.residual(OWN, values, start)
+        form, group, values = self._form, across[0], shard.values
+        residual = shard.residual(OWN, values)
         wanted = form.added(values, residual)
         # What nobody on this host has used stays zero, and keeps its residual for when it is used again.
-        missing = kept.missing(values, start)
+        missing = shard.missing(values)
         for part in missing:
             wanted[part].zero_()
         wire, places, sent = form.encode(wanted)
@@ -215,6 +187,5 @@ class HostSumExchange(BetweenHosts):
     def has_residuals(self) -> bool:
         return super().has_residuals and self._sum.keeps_residuals
 
-    def _between(self, shard: Shard, links: Links, what: str) -> Iterator[Work]:
-        across = [leg.across for leg in links.legs]
-        return self._sum.stages(shard.values, shard.start, shard.kept, across, what, shard.averaging.factor)
+    def _between(self, shard: BucketShard, links: Links, what: str) -> Iterator[Work]:
+        return self._sum.stages(shard, [leg.across for leg in links.legs], what)

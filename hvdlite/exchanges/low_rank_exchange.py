@@ -5,7 +5,8 @@
 
 Each of a host's ranks has some of a bucket's parameters, whole. All its matrices are sent in one all-reduce for P,
 which has the other gradients too, and one for Q. `between_hosts` has what comes before and after;
-`compression.low_rank` the mathematics. What P and a host's own part of Q do not hold of its sum, it adds to its next.
+`compression.approximations` the mathematics. What P and a host's own part of Q do not hold of its sum, it adds to its
+next.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from ..buckets.plan import BucketPlan
 from ..buckets.settings import Settings
 from ..comm.reduce_op import Max
 from ..comm.work import Work
+from ..compression.approximations import LowRank, orthonormal, products, rows_at_a_time, seeded, times_matrix
 from ..compression.codecs import working_dtype
-from ..compression.low_rank import LowRank, orthonormal, products, rows_at_a_time, seeded, times_matrix
 from ..log import log
-from .between_hosts import Beside, BetweenHosts, Shard
+from .between_hosts import Beside, BetweenHosts, BucketShard
 from .residuals import OWN, reals, spans
 
 # What stands for a rank that has no say.
@@ -147,7 +148,7 @@ class LowRankExchange(BetweenHosts):
             asked[within.rank] = torch.tensor([step, -step, mark, -mark], dtype=torch.int64, device="cpu")
         return Beside(asked, links.all.all_reduce(asked, f"the steps of {what}", Max))
 
-    def _between(self, shard: Shard, links: Links, what: str) -> Iterator[Work]:
+    def _between(self, shard: BucketShard, links: Links, what: str) -> Iterator[Work]:
         assert shard.beside is not None, "it was launched"
         beside, over = shard.beside.work, links.legs[0]
         own = self._parameters(shard.plan, shard.start, shard.start + shard.values.numel())
@@ -162,7 +163,7 @@ class LowRankExchange(BetweenHosts):
             # Every shard has equally many stages, so that all ranks launch each in the order of the buckets.
             yield over.across.all_reduce(shard.values, what) if own else beside
             yield beside
-            factor = shard.averaging.factor()
+            factor = shard.factor()
             if factor != 1.0:
                 shard.values.mul_(factor)
         self._steps.update((each.name, step + 1) for each in own)
@@ -178,10 +179,10 @@ class LowRankExchange(BetweenHosts):
                 self._q.pop(each.name, None)
         return step
 
-    def _products(self, matrices: Sequence[_Parameter], shard: Shard, links: Links, what: str) -> Iterator[Work]:
+    def _products(self, matrices: Sequence[_Parameter], shard: BucketShard, links: Links, what: str) -> Iterator[Work]:
         first, second = (leg.across for leg in links.legs)
-        values, used = shard.values, shard.kept.missing(shard.values, shard.start)
-        residual = shard.kept.residual(OWN, values, shard.start)
+        values, used = shard.values, shard.missing(shard.values)
+        residual = shard.residual(OWN, values)
         wanted = values.to(residual.dtype)
         # What nobody on this host has used stays zero, and keeps its residual for when it is used again.
         missing = [any(part.start <= each.start < part.stop for part in used) for each in matrices]
@@ -218,7 +219,7 @@ class LowRankExchange(BetweenHosts):
         wire = torch.cat([part.view(-1) for part in parts])
         yield second.all_reduce(wire, what)
         is_finite = is_finite & wire.isfinite().all()
-        factor = shard.averaging.factor()
+        factor = shard.factor()
         for part in rest if factor != 1.0 else []:
             values[part].mul_(factor)
         qs = [

@@ -140,10 +140,7 @@ class Residuals:
         return made
 
     def _unload(self, plan: BucketPlan, replaced: tuple[str, str] | None = None) -> None:
-        """Puts residuals of other plans for parameters of this one, and those at ``replaced``, with what was loaded.
-
-        Those of other buckets stay where they are: their buckets may be on their way.
-        """
+        """Puts residuals of this plan's parameters in other plans, and those at ``replaced``, with what was loaded."""
         names = {piece.spec.name for piece in plan.slices}
         for key, known in list(self._of.items()):
             is_of_other = known.plan != plan and not names.isdisjoint(piece.spec.name for piece in known.plan.slices)
@@ -163,10 +160,7 @@ class Residuals:
             made[begin - start : end - start].add_(part if scale == old_scale else part * (scale / old_scale))
 
     def set_rest_apart(self, plan: BucketPlan, start: int, stop: int) -> None:
-        """Makes what was loaded for a bucket outside of ``start`` to ``stop``, this rank's shard, its rest.
-
-        So it does with residuals of a bucket that had other parameters, as before one of them had sparse gradients.
-        """
+        """Makes what was loaded or kept for a bucket's parameters outside of this rank's shard its rest."""
         known = self._of.get((OWN, plan.slices[0].spec.name))
         if known is None or known.plan != plan:
             self._unload(plan)
@@ -205,10 +199,7 @@ class Residuals:
     def add_rest(
         self, plan: BucketPlan, flat: Tensor, scale: float, unused: Sequence[tuple[int, int]]
     ) -> Sequence[Rest]:
-        """Adds this rank's rest to its gradients in ``flat``, which have a factor ``scale``. Returns what was added.
-
-        That of parameters at ``unused`` spans stays.
-        """
+        """Adds this rank's rest, but for ``unused`` spans, to its gradients in ``flat``. Returns what was added."""
         added: list[Rest] = []
         if not self._loaded:
             return added

@@ -91,10 +91,10 @@ class SparseParameters:
         return sparse
 
     def average(self, group: Group, optimizer: str, count: ParticipantCount | None) -> None:
-        """Averages the sparse gradients, including new ones. Every rank must call it, after all buckets of a step.
+        """Averages the sparse gradients, including new ones, after all buckets of a step. Every rank must call it.
 
-        ``optimizer`` is the optimizer's name in messages. ``count`` is None if there are no buckets. Raises
-        MismatchError on every rank if a gradient is sparse on some ranks and dense on others.
+        Raises MismatchError on every rank if a gradient is sparse on some and dense on others. ``count``: None without
+        buckets.
         """
         if self._mixed:
             raise MismatchError(
@@ -122,11 +122,7 @@ class SparseParameters:
     def _averages(
         self, states: Sequence[GradientState], group: Group, optimizer: str, count: ParticipantCount
     ) -> Iterator[tuple[GradientState, Tensor]]:
-        """Yields each gradient that some rank has, with its average.
-
-        Every rank must call it, with the same parameters in the same order. The next all-gather runs while the rows of
-        one are coalesced.
-        """
+        """Yields each gradient that some rank has, with its average. The next gather runs while one is coalesced."""
         under_way: deque[tuple[list[_Rows], RowGather]] = deque()
         for batch in _batches(self._rows(states, group, optimizer), self._settings.cap_bytes):
             tensors = [tensor for rows in batch for tensor in (rows.indices, rows.values)]
@@ -194,10 +190,7 @@ class SparseParameters:
 
 
 def _batches(rows: Iterable[_Rows], cap_bytes: int) -> Iterator[list[_Rows]]:
-    """Yields batches of consecutive gradients to gather together.
-
-    A batch is on one device, and has at most ``cap_bytes`` per rank unless it is a single gradient.
-    """
+    """Yields consecutive gradients on one device, of ``cap_bytes`` per rank or a single one, to gather together."""
     batch: list[_Rows] = []
     for each in rows:
         together = [*batch, each]

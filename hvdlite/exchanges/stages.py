@@ -3,7 +3,7 @@
 
     generator: compute ── yield a Work ── compute ── yield another ── ...      one for each bucket, all of equal length
 
-`between_hosts` and `outer_steps` make the generators. A stage of a bucket runs once the collective before it is done,
+`between_hosts` and `outer_step` make the generators. A stage of a bucket runs once the collective before it is done,
 and once the same stage has run for the bucket before. So every rank launches the collectives of each stage in the order
 of the buckets. If each stage has an engine of its own, they pair up, and the stages of several buckets overlap.
 """
@@ -88,10 +88,7 @@ class Stages:
         self._todo.put(self)
 
     def give_up(self) -> None:
-        """Ends it with an error: once this returns, none of its stages runs. What they have launched may still run.
-
-        Its tensors stay until it is dropped. Any thread may call it; it waits for a stage that is running now.
-        """
+        """Ends it with an error: once this returns, none of its stages runs. What they have launched may still run."""
         with self._lock:
             if not self.is_completed():
                 self._end(CommunicationError("it was given up, since its step begins again or is discarded"))

@@ -60,9 +60,7 @@ MODULES: dict[str, dict[str, str]] = {
     "runner.launch": {},
     "torch": {"hvdlite.torch": "*", "hvdlite.horovod.names": "broadcast_optimizer_state init"},
     "torch.compression": {
-        "hvdlite.compression.horovod_compressors": (
-            "BF16Compressor Compression Compressor FP16Compressor NoneCompressor"
-        )
+        "hvdlite.compression.custom": ("BF16Compressor Compression Compressor FP16Compressor NoneCompressor")
     },
     "torch.elastic": {"hvdlite.elastic": "ElasticSampler ObjectState State TorchState run"},
     "torch.elastic.sampler": {"hvdlite.elastic": "ElasticSampler"},

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from ..buckets.exchange import Exchange
-from ..buckets.outer import AnyOuter, DiLoCo, LocalSGD
-from ..buckets.settings import Settings
+from ..buckets.flags import MOST_PER_STEP
+from ..buckets.settings import AnyOuter, DiLoCo, LocalSGD, Settings
 from ..buckets.shares import Sharing, master_dtype
-from ..buckets.weights import MOST_PER_STEP
 from ..comm.reduce_op import Adasum, Average, ReduceOp, Sum
+from ..compression.approximations import Encoding, EncodingTypes
 from ..compression.casts import Compression, ResolvedCompression, check_compression
 from ..compression.codecs import Codec, check_blocks
-from ..compression.top_k import Encoding, EncodingTypes
 from ..environment import Environment
 from ..errors import WrongTypeError
 from ..log import log

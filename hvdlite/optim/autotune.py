@@ -35,7 +35,7 @@ from ..buckets.plan import BucketPlan, ParamSpec, plan_buckets
 from ..buckets.settings import Settings
 from ..comm.group import Group
 from ..comm.reduce_op import Max
-from ..exchanges.exchange_choice import exchange_of
+from ..exchanges.exchange_state import exchange_of
 from ..log import log
 from ..ops.base import raise_together
 from .own_engine import require_same_model
@@ -141,7 +141,9 @@ def measure(
     def send(plan: BucketPlan) -> float:
         """Averages one bucket, and returns the seconds that it took on this rank."""
         what, flat = f"{plan.describe()} (a trial of autotune)", memory[: plan.grad_numel]
-        gradients = Gradients(plan, flat, lambda: [flat], what=what, with_counts=memory[: plan.numel], ranks=group.size)
+        gradients = Gradients(
+            plan, flat, lambda: [flat], what=what, flat_with_counts=memory[: plan.numel], ranks=group.size
+        )
         begin_s = clock()
         begun = exchange.begin(gradients, links)
         begun.wait()

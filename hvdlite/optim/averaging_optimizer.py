@@ -19,8 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.amp import GradScaler
 
-from ..buckets.gradient_state import explaining_lost_graphs
-from ..buckets.weights import FIRST_REFERENCE, no_loss
+from ..buckets.flags import FIRST_REFERENCE, no_loss
 from ..errors import GradientError
 from ..outside_graphs import keep_outside_graphs
 from ..updates.divided_state import DividedState
@@ -267,8 +266,7 @@ class AveragingOptimizer(OptimizerProxy):
         self._average()
         if self._reducer.state.is_discarded:
             return None
-        with explaining_lost_graphs():
-            return self._update.step()
+        return self._update.step()
 
     def _step_with(self, closure: Callable[[], float]) -> float | None:
         """Takes the wrapped optimizer's step on the averages of what the closure computes. Returns its loss."""

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from .. import forks
 from ..buckets.exchange import Exchange
-from ..buckets.outer import AnyOuter
-from ..buckets.settings import Settings
-from ..buckets.weights import FIRST_REFERENCE
+from ..buckets.flags import FIRST_REFERENCE
+from ..buckets.settings import AnyOuter, Settings
 from ..comm.reduce_op import Average, ReduceOp
 from ..compression.casts import AnyCompression, Compression
 from ..environment import Environment

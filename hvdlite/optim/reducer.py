@@ -42,8 +42,7 @@ from ..faults import point
 from ..outside_graphs import keep_outside_graphs
 from ..steps.step import Arrived, Step
 from ..steps.step_choice import step_of
-from ..steps.step_state import UNDER_WAY, StepPhase, StepState
-from ..steps.step_world import Added, Buffers, CarriedOver, StepWorld
+from ..steps.step_world import UNDER_WAY, Added, Buffers, CarriedOver, StepPhase, StepState, StepWorld
 from .own_engine import Arguments, Connection, EnginePlan, OwnEngine
 from .surplus import PendingKind, SurplusGradients
 

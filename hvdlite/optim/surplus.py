@@ -23,8 +23,7 @@ from ..comm.group import Group
 from ..errors import GradientError
 from ..ops.base import compare
 from ..steps.step import Step
-from ..steps.step_state import too_many_passes
-from ..steps.step_world import StepWorld
+from ..steps.step_world import StepWorld, too_many_passes
 
 
 class PendingKind(enum.Enum):

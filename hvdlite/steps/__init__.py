@@ -6,6 +6,6 @@ What a step of an optimizer is: `step` says what all kinds have in common, and `
 
 Modules import only what stands before them:
 
-    step_state < step_world < kept_gradients < gradient_plan < step < averaged_step < adasum_step < outer_bucket
-        < outer_steps < outer_step < surviving_step < step_choice
+    step_world < gradient_plan < step < averaged_step < adasum_step < outer_bucket < outer_step < surviving_step
+        < step_choice
 """

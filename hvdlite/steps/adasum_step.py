@@ -23,29 +23,21 @@ from ..buckets.gradient_state import GradientState
 from ..buckets.plan import BucketPlan, Description
 from ..comm.flat_bytes import flat_of, pieces_of
 from .gradient_plan import GradientPlan
-from .kept_gradients import KeptGradients
-from .step import Arrived, StatelessStep
-from .step_state import StepState, too_many_passes
-from .step_world import Added, CarriedOver, StepWorld
+from .step import Step
+from .step_world import Added, CarriedOver, StepState, StepWorld, too_many_passes
 
 
-class AdasumStep(StatelessStep):
-    """Steps in which each rank uses its own gradients.
+class AdasumStep(Step):
+    """Steps in which each rank uses its own gradients: nothing is sent before `stepping`, which waits for all ranks.
 
     If parameters are equal on all ranks before the first step, they stay equal.
     """
 
     steps_first: ClassVar[bool] = True
-    kept: KeptGradients | None = None
-    # Deltas are sent and waited for in `stepping`.
-    is_sending = False
 
     def __init__(self, world: StepWorld, exchange: Exchange, ranks: RankAndSize, carried: CarriedOver) -> None:
-        self.plan = GradientPlan(world, exchange, ranks, carried, _CountedHome(world.state))
-        self._world = world
+        super().__init__(GradientPlan(world, exchange, ranks, carried, _CountedHome(world.state)), world)
         self._buckets: list[_Deltas] = []
-
-    # -- parameters
 
     def add(self, added: Added) -> Description:
         description, plans = self.plan.add(added)
@@ -56,43 +48,8 @@ class AdasumStep(StatelessStep):
         plans = self.plan.drop(names)
         self._buckets = _deltas_of(plans, {name: p for added in self.plan.added for name, p in added.params.items()})
 
-    # -- the engine
-
-    def opened(self, cap_bytes: int | None) -> None:
-        """Does nothing: deltas have memory of their own, and their cap is not tuned."""
-
-    # -- gradients
-
-    def begin(self) -> None:
-        """Does nothing: the step begins with the optimizer's own."""
-
-    def launch(self) -> None:
-        """Does nothing: gradients stay this rank's own."""
-
-    def spoil(self) -> None:
-        """Does nothing: a pass too many is an error at once."""
-
-    def finish(self, update: Arrived | None, arrived: Arrived | None) -> None:
-        """Does nothing: gradients stay this rank's own."""
-
-    def drop(self) -> None:
-        """Does nothing: nothing has been sent."""
-
-    def leave(self) -> None:
-        """Forgets the passes of the step."""
-        self.plan.layout.forget()
-
-    def leave_world(self) -> None:
-        """Does nothing: passes are counted on in a new world."""
-
-    # -- around the optimizer's own step
-
     def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
-        """Divides the gradients by GradScaler's scale, and returns True if all ranks may step.
-
-        If some rank has found a gradient that is not finite, returns False on every rank. Every rank must call it
-        before its step, with None if there is no GradScaler. It waits for all ranks.
-        """
+        """Divides the gradients by GradScaler's scale. Returns False if some rank has found one that is not finite."""
         self._world.engine.require_usable()
         self.plan.layout.forget()
         _, overflows = self._count([1, 0 if found_inf is None else int(found_inf.item() > 0)])
@@ -121,10 +78,7 @@ class AdasumStep(StatelessStep):
         self.plan.layout.forget()
 
     def sit_out(self, average_of_active: bool) -> bool:
-        """Takes part in one step of the other ranks with deltas of zero. Returns False if all ranks sat out.
-
-        If the other ranks step, this rank's gradients are set to None, and its parameters change like theirs.
-        """
+        """Takes part in a step of the other ranks with deltas of zero: the parameters change like theirs."""
         active, overflows = self._count([0, 0])
         if active and not overflows:
             self._compare(takes_part=False)
@@ -189,7 +143,6 @@ class _Deltas:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether any parameter has a gradient, so that this rank's step may have changed it."""
         return any(param.grad is not None for param in self.params)
 
     def remember(self) -> None:

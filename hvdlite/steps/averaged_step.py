@@ -10,34 +10,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from ..buckets.bucket import Bucket
-from ..buckets.exchange import Exchange, Links
+from ..buckets.exchange import Exchange
 from ..buckets.flags import RankAndSize
-from ..buckets.gradient_state import GradientState
+from ..buckets.gradient_state import GradientState, InPlaceHome
 from ..buckets.plan import Description
-from ..buckets.unbucketed_gradients import InPlaceHome
-from ..comm.group import Group
 from ..errors import GradientError, MismatchError
 from ..faults import point
 from ..ops.base import raise_together
 from .gradient_plan import GradientPlan
-from .kept_gradients import KeptGradients
-from .step import Arrived, StatelessStep
-from .step_state import StepPhase
-from .step_world import Added, CarriedOver, StepWorld
+from .step import Arrived, Step
+from .step_world import Added, CarriedOver, StepPhase, StepWorld
 
 
-class AveragedStep(StatelessStep):
+class AveragedStep(Step):
     """Steps of an optimizer that uses the averages of all ranks' gradients."""
-
-    steps_first: ClassVar[bool] = False
-    kept: KeptGradients | None = None
 
     def __init__(
         self,
@@ -50,8 +42,7 @@ class AveragedStep(StatelessStep):
     ) -> None:
         """``ranks`` are those that average gradients. ``always_takes_back``: any step may be averaged again."""
         staying = InPlaceHome() if world.settings.leaves_gradients(ranks.size) else None
-        self.plan = GradientPlan(world, exchange, ranks, carried, staying)
-        self._world = world
+        super().__init__(GradientPlan(world, exchange, ranks, carried, staying), world)
         self._state = world.state
         self._always_takes_back = always_takes_back
         # Whether the current step is the first, which plans buckets and allocates memory before the engine is open.
@@ -62,14 +53,11 @@ class AveragedStep(StatelessStep):
     def add(self, added: Added) -> Description:
         """Adds parameters; in the middle of a step their buckets are sent behind the others."""
         there = len(self.plan.layout.buckets)
-        description, _ = self.plan.add(added)
+        description = super().add(added)
         if self._state.is_in_step:
             # Their gradients were computed before there were hooks.
             self.plan.queue.add(self.plan.layout.buckets[there:])
         return description
-
-    def drop_params(self, names: Collection[str]) -> None:
-        self.plan.drop(names)
 
     # -- the engine
 
@@ -179,10 +167,7 @@ class AveragedStep(StatelessStep):
         point("vote")
 
     def _update(self, bucket: Bucket, pending: Sequence[GradientState], update: Arrived) -> Exception | None:
-        """Calls ``update`` with a bucket's parameters but those ``pending``, and drops their gradients.
-
-        Returns an error instead of raising it: the other ranks wait for the other buckets.
-        """
+        """Calls ``update`` for a bucket but those ``pending``. Returns an error: other ranks wait for the rest."""
         try:
             with self._world.clock.stepping():
                 update([state.param for state in bucket.states if state not in pending])
@@ -270,10 +255,7 @@ class AveragedStep(StatelessStep):
     # -- around the optimizer's own step
 
     def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
-        """With ``outer=``: returns whether GradScaler has found all gradients finite, and divides them by its scale.
-
-        All ranks of a host have found the same. Both are None without a GradScaler.
-        """
+        """With ``outer=``, returns whether GradScaler has found all gradients finite, and divides them by its scale."""
         if self._world.settings.outer is None or found_inf is None:
             return True
         if found_inf.item() > 0:
@@ -296,10 +278,6 @@ class AveragedStep(StatelessStep):
             "example with drop_last=True in its sampler"
         )
 
-    def stepping(self) -> AbstractContextManager[None]:
-        """A context that does nothing: the averages are in the gradients."""
-        return nullcontext()
-
     def sit_out(self, average_of_active: bool) -> bool:
         """Takes part in a step of the other ranks, with the gradients that are complete, or with zeros."""
         layout, queue = self.plan.layout, self.plan.queue
@@ -319,26 +297,15 @@ class AveragedStep(StatelessStep):
         return active > 0
 
 
-class WrappingStep:
+class WrappingStep(Step):
     """The base of the kinds of step that wrap an `AveragedStep`: it hands each call on, unless they override that."""
 
-    steps_first: ClassVar[bool] = False
-    kept: KeptGradients | None = None
-
     def __init__(self, inner: AveragedStep, world: StepWorld) -> None:
-        self.plan = inner.plan
+        super().__init__(inner.plan, world)
         self._inner = inner
-        self._world = world
 
     def add(self, added: Added) -> Description:
         return self._inner.add(added)
-
-    def drop_params(self, names: Collection[str]) -> None:
-        self._inner.drop_params(names)
-
-    @property
-    def open_links(self) -> Callable[[Group], Links]:
-        return self._inner.open_links
 
     def opened(self, cap_bytes: int | None) -> None:
         self._inner.opened(cap_bytes)
@@ -368,33 +335,11 @@ class WrappingStep:
     def leave_world(self) -> None:
         self._inner.leave_world()
 
-    @property
-    def is_replaced(self) -> bool:
-        return self._inner.is_replaced
-
     def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
         return self._inner.agree_to_step(grad_scale, found_inf)
-
-    def stepping(self) -> AbstractContextManager[None]:
-        return self._inner.stepping()
 
     def sit_out(self, average_of_active: bool) -> bool:
         return self._inner.sit_out(average_of_active)
 
     def why_no_join(self) -> str:
         return self._inner.why_no_join()
-
-    def averaged(self) -> AbstractContextManager[None]:
-        return self._inner.averaged()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._inner.load_state_dict(state)
-
-    def consolidate(self, *, keeps: bool) -> None:
-        self._inner.consolidate(keeps=keeps)
-
-    def carried_over(self, *, goes_on: bool) -> CarriedOver:
-        return self._inner.carried_over(goes_on=goes_on)

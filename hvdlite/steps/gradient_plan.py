@@ -19,19 +19,18 @@ import torch
 from hvdlite_wire.worker_status import StepStatus
 from torch import Tensor
 
+from ..buckets.bucket import BucketOptions, plain_memory
 from ..buckets.exchange import Exchange
-from ..buckets.flags import RankAndSize
+from ..buckets.flags import RankAndSize, Weights
 from ..buckets.gradient_state import Home
 from ..buckets.in_flight import BucketQueue
 from ..buckets.layout import Layout
 from ..buckets.plan import BucketPlan, Description
 from ..buckets.shares import Planner
-from ..buckets.weights import Weights
 from ..comm.engine import Engine, HasMemory
 from ..comm.group import Group
 from ..exchanges.sparse_gather import SparseParameters
-from .step_state import StepPhase
-from .step_world import Added, Buffers, CarriedOver, StepWorld
+from .step_world import Added, Buffers, CarriedOver, StepPhase, StepWorld
 
 # The most all-gathers of whole buckets at a time: engines other than shared memory's have memory of their own for each.
 MOST_GATHERS = 2
@@ -62,15 +61,14 @@ class GradientPlan:
         """Creates an empty layout, and the objects that work on it."""
         settings, size = self._world.settings, self.ranks.size
         divide = None if settings.shard is None else settings.shard.divider(self.sharers.size)
-        self.layout = Layout(
-            ranks=self.ranks,
-            planner=Planner(self.cap_bytes, self.exchange.aligned, self.ranks.count_slots, divide),
-            scale_of=lambda dtype: self.exchange.scale_before(dtype, size),
-            densify=settings.sparse_as_dense,
-            memory=self._take_memory,
-            staying=self._staying,
-            weights=self.weights,
+        planner = Planner(self.cap_bytes, self.exchange.aligned, self.ranks.count_slots, divide)
+        options = BucketOptions(
+            self.ranks,
+            lambda dtype: self.exchange.scale_before(dtype, size),
+            settings.sparse_as_dense,
+            self._take_memory,
         )
+        self.layout = Layout(options, planner, self._staying, self.weights)
         self.queue = BucketQueue(self.exchange, self._world.trace, self._world.check, size)
         self.sparse = SparseParameters(settings, self.layout, size)
 
@@ -93,10 +91,7 @@ class GradientPlan:
         return plans
 
     def settle(self) -> None:
-        """Replans the buckets with autotune's cap, or moves them to the engine's memory, once the engine is open.
-
-        Call it only between steps.
-        """
+        """Between steps: replans the buckets with autotune's cap, or moves them to the engine's memory."""
         links = self._world.engine.links
         if self.layout.planner.cap_bytes != self.cap_bytes:
             self.lay_out_again()
@@ -128,10 +123,7 @@ class GradientPlan:
         return self._world.state.is_in_step and any(state.passes or state.ready for state in states)
 
     def gather_averages(self, group: Group) -> None:
-        """Leaves all averages of a finished step on each rank, if each has its own part of them.
-
-        Every rank must call it, once in a step; it waits for all.
-        """
+        """Leaves all averages of a finished step on each rank, if each has only its own part. It waits for all."""
         if not self.exchange.in_parts:
             return
         waits = deque[Callable[[], None]]()
@@ -158,6 +150,4 @@ class GradientPlan:
         # From the engine: if that has shared memory, gradients in it are summed without a copy. In the first step the
         # engine is not open yet.
         links = self._world.engine.links
-        if links is None:
-            return torch.zeros(numel, dtype=dtype, device=device)
-        return links.all.zeros(numel, dtype, device)
+        return plain_memory(numel, dtype, device) if links is None else links.all.zeros(numel, dtype, device)

@@ -3,7 +3,7 @@
 
     outer_gradient: anchor - parameters ── average: over hosts ── step: anchor ── merged ── write: parameters
 
-`outer_steps` has some of these, and decides when each has its turn. Outer gradients are averaged in floats, or by one
+`outer_step` has some of these, and decides when each has its turn. Outer gradients are averaged in floats, or by one
 of the `HostSum` of exchanges, in stages for a `StageRunner`. All ranks get equal bits: products and sums are separate
 operations, in rank order.
 """
@@ -11,19 +11,21 @@ operations, in rank order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..buckets.flags import RankAndSize
-from ..buckets.outer import OuterRule
+from ..buckets.settings import OuterRule
 from ..comm.flat_bytes import as_real, flat_of, pieces_of
 from ..comm.group import Group
 from ..comm.work import Work
+from ..compression.approximations import TopK
 from ..compression.casts import CastCompression, NoCompression
 from ..compression.codecs import Codec, working_dtype
-from ..compression.top_k import TopK
 from ..exchanges.between_hosts import split
 from ..exchanges.host_sums import host_sum
 
@@ -42,7 +44,7 @@ class OuterBucket:
         form = rule.compression
         # None: outer gradients are averaged in floats.
         self._sum = host_sum(form, reuses_wires=False) if isinstance(form, Codec | TopK) else None
-        self._kept = _NotSentOfShard()
+        self._kept: dict[str, Segment] = {}
         self.anchor: Tensor | None = None
         self._velocity: Tensor | None = None
         self._rule = rule
@@ -64,7 +66,7 @@ class OuterBucket:
     def reset(self) -> None:
         """Forgets the anchor and all that belongs to it."""
         self.anchor = self._velocity = None
-        self._kept = _NotSentOfShard()
+        self._kept = {}
 
     @property
     def known_anchor(self) -> Tensor:
@@ -86,10 +88,7 @@ class OuterBucket:
         return torch.sub(self.known_anchor, self._own())
 
     def average(self, values: Tensor, across: Sequence[Group], what: str) -> Iterator[Work]:
-        """Launches the collectives of each stage and yields its work; at the end ``values`` are the averages.
-
-        ``values`` are outer gradients of this rank's shard. ``across`` has a group of the same ranks for each stage.
-        """
+        """Averages ``values``, outer gradients of this shard, over the hosts, in stages. Yields the work of each."""
         group, form = across[0], self._rule.compression
         dtype = form.wire_dtype(values.dtype) if isinstance(form, NoCompression | CastCompression) else values.dtype
         if dtype != values.dtype:
@@ -101,7 +100,7 @@ class OuterBucket:
         if self._sum is None:
             yield group.all_reduce(values, what)
         else:
-            yield from self._sum.stages(values, 0, self._kept, across, what)
+            yield from self._sum.stages(_OuterShard(values, self._kept), across, what)
         values.div_(group.size)
 
     def step(self, average: Tensor) -> None:
@@ -140,10 +139,7 @@ class OuterBucket:
     # -- state by the names of parameters
 
     def by_name(self, start: int, values: Tensor) -> Iterator[tuple[str, Segment]]:
-        """Yields the parts of a flat tensor, which begins at ``start`` of the bucket, that belong to each parameter.
-
-        A segment's own start is within its parameter. Parameters that have none of it are left out.
-        """
+        """Yields each parameter's part of a flat tensor, which begins at ``start`` of the bucket."""
         first = 0
         for name, count in zip(self.params, self._counts, strict=True):
             begin, end = max(first, start), min(first + count, start + len(values))
@@ -166,10 +162,7 @@ class OuterBucket:
         return (found[0][0], torch.cat([values for _, values in found])) if found else (self.start, self.empty())
 
     def shared(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the anchor and the velocity of this rank's shard, which are the same on all hosts.
-
-        Every rank yields the same kinds, also one whose shard is empty, of which no checkpoint has anything.
-        """
+        """Yields the anchor and the velocity of this rank's shard. All ranks yield as many, also of an empty shard."""
         yield _ANCHOR, self.known_anchor
         if self._rule.momentum:
             yield _VELOCITY, self._known_velocity()
@@ -179,14 +172,14 @@ class OuterBucket:
         if self._sum is None or not self._sum.keeps_residuals:
             return None
         whole = torch.zeros(sum(self._counts), dtype=working_dtype(self.dtype), device=self._device)
-        for start, values in self._kept.segments.values():
+        for start, values in self._kept.values():
             whole[self.start + start : self.start + start + len(values)].add_(values)
         return whole
 
     def state_dict(self) -> dict[str, Segment]:
         """Returns the anchor, the velocity and residuals as segments of the bucket, not copied."""
         found = {kind: (self.start, values) for kind, values in self.shared()}
-        for kind, (start, values) in self._kept.segments.items():
+        for kind, (start, values) in self._kept.items():
             found[f"{RESIDUAL}{kind}"] = self.start + start, values
         return found
 
@@ -201,27 +194,75 @@ class OuterBucket:
         }
         self.anchor = found[_ANCHOR][1] if kinds else self.empty()
         self._velocity = found[_VELOCITY][1] if _VELOCITY in found else None
-        self._kept = _NotSentOfShard()
+        self._kept = {}
         for kind, (start, values) in found.items():
             if kind.startswith(RESIDUAL):
-                self._kept.segments[kind.removeprefix(RESIDUAL)] = start - self.start, values
+                self._kept[kind.removeprefix(RESIDUAL)] = start - self.start, values
 
 
-class _NotSentOfShard:
-    """What this rank's wires could not hold of its shard of a bucket, by the kinds of residuals."""
+class _OuterShard(NamedTuple):
+    """Outer gradients as a `host_sums.Shard`: all parameters change in an interval, and averages are divided later."""
 
-    name = "outer gradients"
+    values: Tensor
+    # What this rank's wires could not hold, by the kinds of residuals.
+    kept: dict[str, Segment]
+    name: str = "outer gradients"
 
-    def __init__(self) -> None:
-        self.segments: dict[str, Segment] = {}
-
-    def residual(self, kind: str, values: Tensor, start: int, sums: tuple[int, int] = (0, 0)) -> Tensor:
-        """Returns that of ``values``, which begin at ``start`` of the shard; zeros at first. Change it in place."""
-        known = self.segments.get(kind)
+    def residual(self, kind: str, values: Tensor, at: int = 0, sums: tuple[int, int] = (0, 0)) -> Tensor:
+        known = self.kept.get(kind)
         if known is None:
-            known = self.segments[kind] = start, torch.zeros_like(values)
+            known = self.kept[kind] = at, torch.zeros_like(values)
         return known[1]
 
-    def missing(self, values: Tensor, start: int) -> list[slice]:
-        """Returns nothing: all parameters change in an interval."""
+    def missing(self, values: Tensor, at: int = 0) -> list[slice]:
         return []
+
+    def factor(self) -> float:
+        return 1.0
+
+
+@dataclass
+class Launch:
+    """The averages of one fragment's outer gradients, on their way."""
+
+    fragment: int
+    due: int
+    """The count of steps after which the outer step is taken."""
+    averages: list[tuple[OuterBucket, Tensor]] = field(default_factory=list)
+    works: list[Work | StreamWork] = field(default_factory=list)
+    """What the averages are waited for by; of those that were loaded there is none."""
+
+    def wait(self) -> None:
+        """Blocks until all averages are there."""
+        for work in self.works:
+            work.wait()
+
+    def give_up(self) -> None:
+        """Lets the memory of the averages be used for something else."""
+        for work in self.works:
+            if isinstance(work, StreamWork):
+                # A stream that goes on would write into memory that this one has been given again.
+                work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+
+class StreamWork:
+    """Stages on a GPU, on a stream of their own, beside the steps that are taken meanwhile."""
+
+    def __init__(self, stages: Iterator[Work], device: torch.device) -> None:
+        self._device = device
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for work in stages:
+                work.wait()
+            self._end = stream.record_event()
+
+    def wait(self) -> None:
+        """Has the current stream wait; the program goes on."""
+        torch.cuda.current_stream(self._device).wait_event(self._end)
+
+    def is_completed(self) -> bool:
+        return bool(self._end.query())

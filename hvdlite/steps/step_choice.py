@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from ..buckets.flags import RankAndSize
-from ..exchanges.exchange_choice import exchange_of
+from ..exchanges.exchange_state import exchange_of
 from ..log import log
 from ..runtime.survival import Survival
 from .adasum_step import AdasumStep
 from .averaged_step import AveragedStep
-from .outer_step import OuterStep
-from .outer_steps import OuterSteps
+from .outer_step import OuterStep, ranks_of_host
 from .step import Owner, Step
 from .step_world import CarriedOver, StepWorld
 from .surviving_step import SurvivingStep
@@ -20,37 +19,21 @@ def step_of(world: StepWorld, survival: Survival | None, owner: Owner, carried: 
 
     ``survival`` is None unless steps go on where a rank is lost. ``owner`` has the step, and that of the next world.
     """
-    outer = outer_steps_of(world)
-    ranks = RankAndSize(world.ranks.rank, world.ranks.size) if outer is None else outer.inner
-    shard = world.settings.shard
-    exchange = exchange_of(world.settings, ranks.size, 1 if shard is None else shard.sharers(world.ranks).size)
+    settings, group = world.settings, world.ranks
+    outer = settings.outer
+    if outer is not None and len(set(group.hosts)) == 1:
+        if group.rank == 0:
+            log.info(
+                "outer=%r has no effect: all ranks are on one host, where gradients are averaged in every step", outer
+            )
+        outer = None
+    ranks = RankAndSize(group.rank, group.size) if outer is None else ranks_of_host(group)
+    exchange = exchange_of(settings, ranks.size, 1 if settings.shard is None else settings.shard.sharers(group).size)
     if exchange.after_step:
         return AdasumStep(world, exchange, ranks, carried)
     averaged = AveragedStep(world, exchange, ranks, carried, always_takes_back=survival is not None)
     if outer is not None:
-        return OuterStep(averaged, outer, world)
+        return OuterStep(averaged, outer.rule(), world)
     if survival is not None:
         return SurvivingStep(averaged, survival, owner, world, carried.losses)
     return averaged
-
-
-def outer_steps_of(world: StepWorld) -> OuterSteps | None:
-    """Returns the outer steps of an optimizer, or None without ``outer=``, or on a single host."""
-    settings, ranks = world.settings, world.ranks
-    if settings.outer is None:
-        return None
-    if len(set(ranks.hosts)) == 1:
-        if ranks.rank == 0:
-            log.info(
-                "outer=%r has no effect: all ranks are on one host, where gradients are averaged in every step",
-                settings.outer,
-            )
-        return None
-    return OuterSteps(
-        settings.outer.rule(),
-        ranks,
-        world.trace,
-        cap_bytes=settings.cap_bytes,
-        compares=world.compares,
-        is_later=world.worlds > 0,
-    )

@@ -24,10 +24,8 @@ from ..errors import CommunicationError, GradientError, PeerLostError, list_name
 from ..log import log
 from ..runtime.survival import Outcome, Survival
 from .averaged_step import AveragedStep, WrappingStep
-from .kept_gradients import KeptGradients
-from .step import Arrived, Owner
-from .step_state import StepMark, StepPhase
-from .step_world import Added, Buffers, CarriedOver, KnownLosses, StepWorld
+from .step import Arrived, KeptGradients, Owner
+from .step_world import Added, Buffers, CarriedOver, KnownLosses, StepMark, StepPhase, StepWorld
 
 
 class SurvivingStep(WrappingStep):
@@ -84,10 +82,7 @@ class SurvivingStep(WrappingStep):
             log.info("survive: a rank was lost during backward: %s", error)
 
     def finish(self, update: Arrived | None, arrived: Arrived | None) -> None:
-        """Ends the step with all ranks; where one is lost, again with those that are left.
-
-        Returns once all ranks have the averages, or discard the step. Its gradients are zeros then.
-        """
+        """Ends the step with those that are left, which use its averages, or discard it: gradients are zeros then."""
         if any(captures(device) for device in self._devices):
             raise GradientError(
                 "a CUDA graph captures optimizer.step() or synchronize(), in which ranks vote with hvdlite-run "
@@ -127,8 +122,12 @@ class SurvivingStep(WrappingStep):
                     break
                 step = step._begin_again(mark, kept, buffers)
             try:
-                step._require_whole(optimizer)
-                step._attempt(update, arrived)
+                if (lost := step._broken_by) is not None:
+                    raise PeerLostError(f"a rank was lost during backward ({optimizer}): {lost}") from lost
+                try:
+                    step._inner.attempt(update, arrived)
+                finally:
+                    step._end_attempt()
                 what = f"the end of a step ({optimizer})"
                 links = step._world.engine.connected()
                 if kept is None:
@@ -155,18 +154,6 @@ class SurvivingStep(WrappingStep):
         self._discard(mark)
         return False
 
-    def _require_whole(self, optimizer: str) -> None:
-        if self._broken_by is not None:
-            raise PeerLostError(
-                f"a rank was lost during backward ({optimizer}): {self._broken_by}"
-            ) from self._broken_by
-
-    def _attempt(self, update: Arrived | None, arrived: Arrived | None) -> None:
-        try:
-            self._inner.attempt(update, arrived)
-        finally:
-            self._end_attempt()
-
     def _end_attempt(self) -> None:
         """Ends or gives up an attempt to finish the step; gradients are kept until `finish` returns."""
         self._broken_by = None
@@ -174,11 +161,7 @@ class SurvivingStep(WrappingStep):
             self.kept.begin()
 
     def drop(self) -> None:
-        """Finishes a step that all ranks drop. Where a rank is lost, nobody does so again.
-
-        Ranks that another optimizer's step has taken into the new world do not come to the end of this one. There is no
-        vote: it makes no difference who had come to it.
-        """
+        """Finishes a step that all ranks drop. Where a rank is lost, nobody does so again, and there is no vote."""
         number = self._world.engine.taken_number()
         with self._inner.dropping():
             self._survival.come_to_end_of_step()

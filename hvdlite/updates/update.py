@@ -23,8 +23,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from ..errors import GradientError
 from ..outside_graphs import keep_outside_graphs
 from ..steps.step import Arrived, Step
-from ..steps.step_state import StepState
-from ..steps.step_world import OptimizerEngine
+from ..steps.step_world import OptimizerEngine, StepState
 
 DCP = "torch.distributed.checkpoint.state_dict"
 _DCP_STEP = "_init_optim_state"

@@ -24,7 +24,7 @@ from hvdlite.bench.arguments import OptionError
 from hvdlite.bench.ranks import Job, Ranks, free_in_cgroup
 from hvdlite.bench.report import Case, ratio_of, spread, table
 from hvdlite.bench.training import OPTIMIZERS, VARIANTS, WORKLOADS, horovod_module, small_resnet
-from hvdlite.bench.variants import Memory, Step
+from hvdlite.bench.variants import Memory, StepComparison
 from hvdlite.runtime.world import current_world
 
 
@@ -105,7 +105,7 @@ def test_what_is_measured_so_far_is_reported_and_the_rest_left_out():
     report = all_reduces(done, begun, large, later).report()
     assert [row["bytes"] for row in report.data["rows"]] == [64]
     assert "skipped: 1024 GB int8: needs 5120 GB, and 1 GB of memory are free on node1" in report.text
-    steps = Step(["mlp", "gpt"], None, None, 1)
+    steps = StepComparison(["mlp", "gpt"], None, None, 1)
     steps.cases[0].samples = {"none": [1.0, 2.0], "ddp": [3.0], "hvdlite": []}
     assert [(row["variant"], row["times_none"], row["times_ddp"]) for row in steps.report().data["rows"]] == [
         ("none", 1.0, 0.5), ("ddp", 2.0, 1.0),
@@ -116,7 +116,7 @@ def test_what_is_measured_so_far_is_reported_and_the_rest_left_out():
     assert [
         (row["variant"], row["above_reference_bytes"], row["in_models"]) for row in peaks.report().data["rows"]
     ] == [("ddp-view", 0.0, 2.0), ("hvdlite", 10.0, 2.1)]
-    for command in (all_reduces(case_of(4, "int8")), Step([], None, None, 1), Memory("mlp", None, None, 1)):
+    for command in (all_reduces(case_of(4, "int8")), StepComparison([], None, None, 1), Memory("mlp", None, None, 1)):
         empty = command.report()
         assert empty.data["rows"] == []
         assert "× " in empty.text
@@ -245,7 +245,7 @@ def test_every_variant_takes_the_step_that_none_takes(name, optimizer):
 def test_only_matrices_are_trained_with_muon_and_the_variants_that_share_state_are_no_usual_ones():
     model = WORKLOADS["resnet-small"].make(torch.device("meta"), "muon")
     assert [param.shape for param in training.trained(model)] == [(10, 64)]
-    assert {"ddp-zero", "hvdlite-shard"}.isdisjoint(Step(None, None, None, 1)._variants)
+    assert {"ddp-zero", "hvdlite-shard"}.isdisjoint(StepComparison(None, None, None, 1)._variants)
     assert {"ddp-zero", "hvdlite-shard"}.isdisjoint(Memory("mlp", None, None, 1).cases[0].samples)
 
 
@@ -281,8 +281,8 @@ def test_a_model_that_cannot_be_had_is_an_error_only_where_it_was_named(monkeypa
 
     monkeypatch.setattr(training.importlib, "import_module", refuse)
     with pytest.raises(OptionError, match=r"^--models: resnet50 needs torchvision, which cannot be imported: operator"):
-        Step(["resnet50"], ["none"], None, 1)
-    (skipped,) = Step(None, ["none"], None, 1).report().data["skipped"]
+        StepComparison(["resnet50"], ["none"], None, 1)
+    (skipped,) = StepComparison(None, ["none"], None, 1).report().data["skipped"]
     assert skipped["model"] == "resnet50"
     assert "nms does not exist" in skipped["why"]
     with pytest.raises(OptionError, match=r"^--model: resnet50 needs torchvision, which cannot be imported: operator"):

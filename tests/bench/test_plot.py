@@ -10,7 +10,7 @@ from hvdlite.bench.arguments import show_size
 from hvdlite.bench.ranks import Job
 from hvdlite.bench.report import Chart, Command, figure_of
 from hvdlite.bench.training import WORKLOADS
-from hvdlite.bench.variants import Memory, Step
+from hvdlite.bench.variants import Memory, StepComparison
 
 colors = pytest.importorskip("matplotlib.colors")
 JOB = Job(4, 2, "shared memory and gloo")
@@ -23,8 +23,8 @@ def drawn(command: Command):
     return figure_of(command.report().chart)
 
 
-def steps(*names: str, **samples: list[float]) -> Step:
-    command = Step(None, None, None, 1)
+def steps(*names: str, **samples: list[float]) -> StepComparison:
+    command = StepComparison(None, None, None, 1)
     command.cases = [case for case in command.cases if case.about["model"] in names]
     for case in command.cases:
         case.skipped, case.samples = None, samples or dict(SAMPLES)
@@ -120,7 +120,7 @@ def test_memory_is_drawn_from_zero_with_hvdlite_singled_out():
 
 
 def test_a_run_that_was_stopped_before_its_first_sample_is_drawn_too(tmp_path):
-    for command in (Step([], None, None, 1), all_reduces(), Memory("mlp", None, None, 1)):
+    for command in (StepComparison([], None, None, 1), all_reduces(), Memory("mlp", None, None, 1)):
         figure_of(command.report().chart).savefig(tmp_path / "empty.svg")
         assert "<svg" in (tmp_path / "empty.svg").read_text()
     figure_of(Chart("t", "", [])).savefig(tmp_path / "empty.png")

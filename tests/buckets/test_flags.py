@@ -32,7 +32,7 @@ def summed_tail(
     for rank in range(size):
         flags, tail = Flags(plan, RankAndSize(rank, size)), torch.zeros(tail_numel)
         if rank in absent:
-            flags.write_unused(tail, absent[rank], [True])
+            flags.write(tail, absent[rank], [False], [False], [True])
         else:
             flags.write_usual(tail)
         total += tail.to(wire)

@@ -14,8 +14,7 @@ from training import wrap
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
-from hvdlite.buckets.flags import ParticipantCount, RankAndSize
-from hvdlite.buckets.weights import MOST_PER_STEP, Weights
+from hvdlite.buckets.flags import MOST_PER_STEP, ParticipantCount, RankAndSize, Weights
 from hvdlite.comm.group import Group
 
 # Rows of each rank, for each backward pass of each step.

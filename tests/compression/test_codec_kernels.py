@@ -17,7 +17,7 @@ from torch import Tensor
 from hvdlite.compression import codec_kernels, codecs
 from hvdlite.compression.codec_kernels import MOST_WIRES, CodecKernels, gives_what_torch_gives, source_of
 from hvdlite.compression.codecs import Int4, Int8, wire_bytes, working_dtype
-from hvdlite.compression.cupy_program import same_bits
+from hvdlite.compression.kernels import same_bits
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

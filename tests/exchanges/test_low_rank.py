@@ -19,7 +19,7 @@ from training import wrap
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
-from hvdlite.compression.low_rank import orthonormal, products, times_matrix
+from hvdlite.compression.approximations import orthonormal, products, times_matrix
 
 everywhere = pytest.mark.parametrize("place", PLACES)
 

@@ -13,7 +13,7 @@ from training import wrap, wrap_numbered
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
-from hvdlite.compression.top_k import TopK
+from hvdlite.compression.approximations import TopK
 
 everywhere = pytest.mark.parametrize("place", PLACES)
 

@@ -28,7 +28,7 @@ from hvdlite.buckets.gradient_state import GradientState
 from hvdlite.exchanges.builtin_exchanges import AllReduce
 from hvdlite.optim.reducer import Reducer
 from hvdlite.steps.averaged_step import AveragedStep
-from hvdlite.steps.step_state import StepState
+from hvdlite.steps.step_world import StepState
 
 # Programs use what hvdlite and torch warn of.
 pytestmark = pytest.mark.filterwarnings("ignore")

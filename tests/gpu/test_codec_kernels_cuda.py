@@ -12,7 +12,7 @@ from torch import Tensor
 from hvdlite.compression import codec_kernels
 from hvdlite.compression.codec_kernels import MOST_WIRES, gives_what_torch_gives, kernels_for
 from hvdlite.compression.codecs import Int4, Int8, wire_bytes, working_dtype
-from hvdlite.compression.cupy_program import same_bits
+from hvdlite.compression.kernels import same_bits
 
 pytest.importorskip("cupy")
 pytestmark = [

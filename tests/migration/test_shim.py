@@ -313,7 +313,7 @@ class Numbers(torch.utils.data.Dataset):
     def __getitem__(self, index):
         import horovod.torch.mpi_ops
         names = horovod.torch.mpi_ops.__name__, hvd.Compression.fp16.__module__
-        return index, names == ("hvdlite.horovod.torch.mpi_ops", "hvdlite.compression.horovod_compressors")
+        return index, names == ("hvdlite.horovod.torch.mpi_ops", "hvdlite.compression.custom")
 
 if __name__ == "__main__":
     hvd.init()

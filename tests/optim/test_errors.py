@@ -531,7 +531,7 @@ def test_gradients_that_ddp_averages_too_are_an_error_that_names_ddp(tmp_path):
                 model(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
 
-            with pytest.raises(hvd.GradientError, match=r"by DistributedDataParallel \(DDP\).*use one of the two"):
+            with pytest.raises(hvd.GradientError, match="Leave DistributedDataParallel out"):
                 run_ranks(1, rank)
             del model, rank
     finally:

@@ -7,7 +7,6 @@ import copy
 import gc
 import pickle
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -820,26 +819,6 @@ def test_a_gradient_of_another_dtype_than_its_parameter_is_an_error_that_says_ho
         words = r"has dtype torch.float32 on cpu, and a gradient of torch.float64 on cpu: .* Leave out param.grad_dtype"
         with pytest.raises(hvd.GradientError, match=words):
             backward(optimizer, 1.0)
-
-    run_ranks(2, rank)
-
-
-class Differentiates(torch.optim.SGD):
-    """Differentiates the gradients, as optimizers do that estimate a Hessian."""
-
-    def step(self, closure: Any = None) -> None:
-        params = params_of(self)
-        torch.autograd.grad(sum((param.grad**2).sum() for param in params), params)
-
-
-def test_an_optimizer_that_differentiates_gradients_is_told_that_averages_have_no_graph():
-    def rank(group: Group) -> None:
-        optimizer = wrap(group, Differentiates([new()], lr=1.0))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch's, of the cycle
-            (params_of(optimizer)[0] ** 2).sum().backward(create_graph=True)
-        with pytest.raises(hvd.GradientError, match=r"averages have no graph.* average them with hvd.allreduce"):
-            optimizer.step()
 
     run_ranks(2, rank)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 import hvdlite as hvd
-from hvdlite.buckets.weights import WeightState
-from hvdlite.steps.step_state import StepPhase, StepState
+from hvdlite.steps.step_world import StepPhase, StepState
 
 
 def state_in(phase: StepPhase, *backwards: int) -> StepState:
@@ -14,22 +13,6 @@ def state_in(phase: StepPhase, *backwards: int) -> StepState:
     state.phase = phase
     state.backwards.update(backwards)
     return state
-
-
-@pytest.mark.parametrize(
-    ("phase", "is_in_step", "has_ended"),
-    [
-        (StepPhase.IDLE, False, False),
-        (StepPhase.COLLECTING, True, False),
-        (StepPhase.SPOILT, True, False),
-        (StepPhase.AVERAGED, False, True),
-        (StepPhase.DROPPED, False, True),
-        (StepPhase.DISCARDED, False, True),
-    ],
-)
-def test_a_step_is_under_way_until_its_averages_are_there_or_dropped(phase, is_in_step, has_ended):
-    state = state_in(phase)
-    assert (state.is_in_step, state.has_ended) == (is_in_step, has_ended)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +40,6 @@ def test_only_averages_that_the_program_has_not_used_are_forgotten(phase):
         assert (state.phase, state.backwards) == (StepPhase.IDLE, set())
     else:
         assert (state.phase, state.backwards) == (phase, {7})
-
-
-def test_a_mark_stays_as_the_step_was():
-    state = state_in(StepPhase.COLLECTING, 7)
-    mark = state.mark(WeightState(reference=2.0))
-    state.clear()
-    assert mark == (StepPhase.COLLECTING, frozenset({7}), WeightState(reference=2.0))
 
 
 @pytest.mark.parametrize("phase", StepPhase)
