@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from fake_hosts import on
 from ranks import run_ranks, set_of
 from torch import Tensor, nn
+from training import wrap_numbered
 from worlds import run_generations
 
 import hvdlite as hvd
@@ -222,5 +224,65 @@ def test_a_state_of_another_model_is_refused(name, is_whole, other, shape, words
         state = again.state_dict()
         with pytest.raises(ValueError, match=f"for 'p0', of 1200 numbers, and the optimizer has {words}"):
             wrap(other, shape)[1].load_state_dict(state)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("name", ["int8", "powersgd"])
+@pytest.mark.parametrize("place", ["2 hosts", "3 hosts of 2"])
+def test_gradients_of_other_dtypes_are_averaged(place, name, dtype):
+    product = torch.outer(torch.linspace(0.5, 1, 40), torch.linspace(-1, 1, 30))
+
+    def rank(group: Group) -> Tensor:
+        param = nn.Parameter(torch.zeros(40, 30, dtype=dtype))
+        optimizer = wrap_numbered(group, [param], FORMS[name])
+        param.grad = product.to(dtype) * (group.rank + 1)
+        optimizer.synchronize()
+        return param.grad
+
+    first, *others = on(place, rank)
+    assert all(torch.equal(other, first) for other in others)
+    mean = (product * (len(others) + 2) / 2).to(torch.complex128)
+    assert torch.allclose(first.to(torch.complex128), mean, atol={"int8": 0.03, "powersgd": 0.05}[name])
+
+
+@each_form
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"op": hvd.Adasum}, " does not work with op=hvd.Adasum"),
+        ({"autotune": True}, ", which compression={} replaces"),
+        ({"exchange": hvd.Exchange}, "leave out compression"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(name, options, words):
+    def rank(group: Group) -> None:
+        with pytest.raises(ValueError, match=re.escape(words.format(repr(FORMS[name])))):
+            wrap_numbered(group, [nn.Parameter(torch.zeros(3))], FORMS[name], **options)
+
+    run_ranks(1, rank)
+
+
+@pytest.mark.parametrize(
+    "forms",
+    [
+        (hvd.Compression.int8, hvd.Compression.int4),
+        (hvd.Compression.topk(0.1), hvd.Compression.topk(0.2)),
+        (hvd.Compression.powersgd(1, 0, 1.5), hvd.Compression.powersgd(2, 0, 1.5)),
+    ],
+)
+def test_ranks_with_different_forms_are_told_and_so_is_a_state_of_another(forms):
+    first, second = (re.escape(repr(form)) for form in forms)
+
+    def rank(group: Group) -> None:
+        param = nn.Parameter(torch.zeros(40, 30))
+        with pytest.raises(hvd.MismatchError, match=f": compression is {first} on .*{second}"):
+            wrap_numbered(group, [param], forms[group.rank]).step()
+        optimizer = wrap_numbered(group, [param], forms[0])
+        param.grad = gradient(group.rank, 0, (40, 30))
+        optimizer.step()
+        with pytest.raises(ValueError, match=f"has the state of {first}, .* has compression={second}"):
+            wrap_numbered(group, [param], forms[1]).load_state_dict(optimizer.state_dict())
 
     run_ranks(2, rank)

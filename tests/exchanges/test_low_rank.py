@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from fake_bucket import FakeBucket
 from fake_hosts import PLACES, on
-from ranks import counting, run_ranks
+from ranks import counting
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as ddps
 from training import wrap
@@ -368,22 +368,6 @@ def test_two_hosts_get_the_bits_of_the_steps_in_one_process(place):
             assert torch.equal(each[step], whole / len(hosts))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
-def test_gradients_of_other_dtypes_are_averaged(dtype):
-    def rank(group: Group) -> Tensor:
-        param = nn.Parameter(torch.zeros(40, 30, dtype=dtype))
-        optimizer = wrap(group, [param], compression=hvd.Compression.powersgd(2, 0))
-        row = torch.linspace(-1, 1, 30).to(dtype) * (group.rank + 1)
-        param.grad = torch.outer(torch.linspace(1, 2, 40).to(dtype), row)
-        optimizer.synchronize()
-        return param.grad
-
-    first, *others = on("3 hosts", rank)
-    assert all(torch.equal(other, first) for other in others)
-    mean = torch.outer(torch.linspace(1, 2, 40), torch.linspace(-1, 1, 30)) * 2
-    assert torch.allclose(first.to(torch.complex128), mean.to(torch.complex128), atol=0.05)
-
-
 def test_nothing_is_compressed_before_the_start_and_then_only_two_thin_matrices_are_sent():
     def rank(group: Group) -> list[int]:
         job = Job(group, start_step=2)
@@ -482,36 +466,3 @@ def test_a_product_in_pieces_is_the_product(shape):
 def test_bad_settings_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         hvd.Compression.powersgd(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"op": hvd.Adasum}, r"powersgd.* does not work with op=hvd.Adasum"),
-        ({"exchange": hvd.Exchange}, "leave out compression"),
-        ({"autotune": True}, r"which compression=Compression\.powersgd.* replaces"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        hvd.DistributedOptimizer(
-            torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0),
-            compression=hvd.Compression.powersgd(),
-            **options,
-        )
-
-
-def test_ranks_with_different_settings_are_told_and_so_is_a_state_of_others():
-    def rank(group: Group) -> None:
-        with pytest.raises(hvd.MismatchError, match=r"powersgd\(rank=1.*powersgd\(rank=2"):
-            Job(group, rank=group.rank + 1).average(0)
-
-    run_ranks(2, rank)
-
-    def other(group: Group) -> None:
-        job = Job(group)
-        job.average(0)
-        with pytest.raises(ValueError, match=r"has the state of .*rank=2.* has compression=.*rank=3"):
-            Job(group, rank=3).optimizer.load_state_dict(job.optimizer.state_dict())
-
-    run_ranks(2, other)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from fake_hosts import PLACES, on
-from ranks import run_ranks, set_of
+from ranks import set_of
 from torch import Tensor, nn
 from training import wrap, wrap_numbered
 
@@ -99,24 +99,6 @@ def test_what_is_not_finite_reaches_every_rank_and_leaves_no_trace(place, bad):
     on(place, rank)
 
 
-@everywhere
-def test_a_gradient_that_no_rank_of_a_host_has_is_zeros_and_keeps_its_residual(place):
-    def rank(group: Group) -> None:
-        params = [nn.Parameter(torch.zeros(NUMEL)) for _ in range(2)]
-        optimizer = wrap_numbered(group, params, TOP_K)
-        for number, param in enumerate(params):
-            param.grad = gradient(group.rank, number)
-        optimizer.step()
-        optimizer.zero_grad()
-        before = kept_of(optimizer, "p1")
-        params[0].grad = gradient(group.rank, 2)
-        optimizer.synchronize()
-        assert params[1].grad is None
-        assert torch.equal(kept_of(optimizer, "p1"), before)
-
-    on(place, rank)
-
-
 @pytest.mark.parametrize("numel", [1, 7, 1000, 100_000, 300_001])
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.3, 1])
 def test_a_wire_has_the_largest_and_the_rest_is_what_was_not_sent(numel, density):
@@ -182,26 +164,6 @@ def test_what_was_not_sent_decays_where_that_is_asked():
         assert torch.equal(kept_of(optimizer), wanted)
 
     on("2 hosts", rank)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"op": hvd.Adasum}, r"topk.* does not work with op=hvd.Adasum"),
-        ({"exchange": hvd.Exchange}, "leave out compression"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        run_ranks(1, lambda group: wrap_numbered(group, [nn.Parameter(torch.zeros(3))], TOP_K, **options))
-
-
-def test_ranks_with_different_densities_are_told():
-    def rank(group: Group) -> None:
-        with pytest.raises(hvd.MismatchError, match=r"topk\(density=0.1.*topk\(density=0.2"):
-            wrap_numbered(group, [nn.Parameter(torch.zeros(3))], hvd.Compression.topk(0.1 * (group.rank + 1))).step()
-
-    run_ranks(2, rank)
 
 
 @pytest.mark.parametrize("place", ["2 hosts", "3 hosts of 2"])
