@@ -26,7 +26,7 @@ from .flags import (
     SliceFlags,
     Weights,
 )
-from .gradient_state import GradientState, changed_too_early, misfit, require_sparse_untouched, require_there
+from .gradient_state import GradientState, changed_too_early, misfit, replaced, require_sparse_untouched
 from .plan import BucketPlan
 
 # Allocates a flat tensor of zeros: number of elements, dtype, device.
@@ -52,7 +52,6 @@ class BucketMemory:
     __slots__ = ("_addresses", "_states", "_views", "flags", "flat", "gradients", "tail", "weights")
 
     def __init__(self, plan: BucketPlan, flat: Tensor, states: Sequence[GradientState]) -> None:
-        """Gives each of the states its view."""
         self.flat = flat
         self.gradients, self.tail = flat[: plan.grad_numel], flat[plan.grad_numel :]
         self.flags, self.weights = flat[plan.grad_numel : plan.weight_start], flat[plan.weight_start :]
@@ -131,7 +130,6 @@ class Bucket:
 
     @property
     def flat(self) -> Tensor | None:
-        """The flat buffer, if it is allocated."""
         return None if self._memory is None else self._memory.flat
 
     def _use(self, flat: Tensor) -> BucketMemory:
@@ -346,8 +344,8 @@ class Bucket:
                 continue
             if state.sparse:
                 require_sparse_untouched(state)
-            else:
-                require_there(state, state.view)
+            elif state.param.grad is not state.view:
+                raise replaced(state)
 
     def require_untouched(self) -> None:
         """Raises GradientError if the user has changed the buffer since hvdlite last wrote to it."""

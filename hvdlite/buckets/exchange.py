@@ -102,7 +102,6 @@ class ExchangeWork:
         """An error on this rank alone. With `Exchange.tells_failures` all ranks learn of it at the end of the step."""
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
         for work in self.works:  # noqa: SIM110 - asked for each bucket during backward, where a generator takes longer
             if not work.is_completed():
                 return False
@@ -140,52 +139,38 @@ class Links:
     for exchanges that open them with `in_legs`.
     """
 
-    def __init__(self, group: Group) -> None:
-        """Has no group within or across hosts: ``across`` is all ranks."""
-        self.all = self.across = group
-        self.within = group.alone()
+    def __init__(self, group: Group, within: Group | None = None, across: Group | None = None) -> None:
+        """Without further groups ``across`` is all ranks."""
+        self.all = group
+        self.within = within or group.alone()
+        self.across = across or group
         self.legs: list[Leg] = []
 
     @classmethod
     def by_host(cls, group: Group) -> Links:
         """Opens groups within and across hosts. Every rank must call it, and waits for all."""
-        links = cls(group)
-        if group.size == 1:
-            return links
         if len(set(group.hosts)) == 1:
-            links.within, links.across = links.across, links.within
-            return links
-        host_groups = host_groups_of(group.rank, group.hosts)
-        if host_groups is not None:
-            token = _token(group)
-            links.within = group.part(host_groups.within, token=f"{token}.within.{host_groups.within[0]}")
-            links.across = group.part(host_groups.across, token=f"{token}.across.{host_groups.across[0]}")
-        return links
+            return cls(group) if group.size == 1 else cls(group, group, group.alone())
+        if (parts := host_groups_of(group.rank, group.hosts)) is None:
+            return cls(group)
+        token = _token(group)
+        within = group.part(parts.within, token=f"{token}.within.{parts.within[0]}")
+        return cls(group, within, group.part(parts.across, token=f"{token}.across.{parts.across[0]}"))
 
     @classmethod
     def in_legs(cls, group: Group, count: int) -> Links:
         """Opens ``count`` legs, or ``within`` alone on a single host. Every rank must call it, and waits for all."""
         if len(set(group.hosts)) == 1:
             return cls.by_host(group)
-        links = cls(group)
-        within: tuple[int, ...] = (group.rank,)
-        across = tuple(range(group.size))
-        host_groups = host_groups_of(group.rank, group.hosts)
-        if host_groups is not None:
-            within, across = host_groups.within, host_groups.across
-        token = _token(group)
-        links.legs = [
-            Leg(
-                group.part(within, token=f"{token}.within.{within[0]}.{leg}"),
-                group.part(across, token=f"{token}.across.{across[0]}.{leg}"),
-            )
-            for leg in range(count)
-        ]
+        links, parts, token = cls(group), host_groups_of(group.rank, group.hosts), _token(group)
+        within, across = ((group.rank,), tuple(range(group.size))) if parts is None else (parts.within, parts.across)
+        for leg in range(count):
+            inner = group.part(within, token=f"{token}.within.{within[0]}.{leg}")
+            links.legs.append(Leg(inner, group.part(across, token=f"{token}.across.{across[0]}.{leg}")))
         return links
 
 
 def _token(group: Group) -> str:
-    """Returns one random text on all ranks."""
     token: str = group.all_gather_json(uuid.uuid4().hex, "opening the links of an exchange")[0]
     return token
 

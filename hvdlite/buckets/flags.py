@@ -112,7 +112,6 @@ class Flags:
         sparse: Sequence[bool],
         trained: Sequence[bool],
     ) -> None:
-        """Writes which gradients this rank has, which of them are sparse, and which parameters it trains."""
         flags = (*used, *sparse, *trained, *self._presence_of(presence))
         if flags != self._written:
             self._written = flags
@@ -160,7 +159,6 @@ class ParticipantCount:
 
     @classmethod
     def of_all(cls, size: int) -> ParticipantCount:
-        """Returns the count for a step in which all ``size`` ranks take part."""
         return cls(torch.tensor([0, size], dtype=torch.int64, device="cpu"), size)
 
     @property

@@ -89,7 +89,6 @@ class GatheredHome:
         self.state = state
 
     def take(self, state: GradientState, last_pass: bool) -> bool:
-        """Raises GradientError if the gradient is dense."""
         grad = state.param.grad
         if grad is not None and grad.layout == torch.strided:
             raise GradientError(
@@ -108,25 +107,26 @@ def require_same(states: Iterable[GradientState]) -> None:
         if state.ready and state.sparse:
             require_sparse_untouched(state)
         elif state.ready:
-            require_there(state, state.held)
             grad = state.param.grad
+            if grad is not state.held:
+                raise replaced(state)
             if state.fresh and grad is not None and grad._version != 0:
                 raise changed_too_early(f"the gradient of {state.name} was changed")
 
 
 def require_sparse_untouched(state: GradientState) -> None:
     """Raises GradientError if a complete sparse gradient was changed, replaced or set to None."""
-    require_there(state, state.held)
     grad = state.param.grad
+    if grad is not state.held:
+        raise replaced(state)
     if grad is not None and grad._version != state.version:
         raise changed_too_early(f"the gradient of {state.name} was changed")
 
 
-def require_there(state: GradientState, expected: Tensor | None) -> None:
-    """Raises GradientError if ``param.grad`` was replaced or set to None."""
-    if state.param.grad is not expected:
-        how = "set to None" if state.param.grad is None else "replaced"
-        raise changed_too_early(f"the gradient of {state.name} was {how}")
+def replaced(state: GradientState) -> GradientError:
+    """Returns the error for a gradient that is not in ``param.grad`` any more."""
+    how = "set to None" if state.param.grad is None else "replaced"
+    return changed_too_early(f"the gradient of {state.name} was {how}")
 
 
 def misfit(state: GradientState, grad: Tensor) -> GradientError:

@@ -100,7 +100,6 @@ class InFlight:
         return self._begun.failure
 
     def is_completed(self) -> bool:
-        """Whether `finish` would not have to wait."""
         # While a CUDA graph captures, collectives do not run yet, and must not be queried.
         return (
             (self._is_on_cpu or not captures(self.bucket.plan.device))
@@ -144,7 +143,6 @@ class FurtherRounds:
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
-        """``buckets`` are all of the optimizer's, in plan order."""
         # Those whose gradients can be late: the same on all ranks.
         self._buckets = [bucket for bucket in buckets if bucket.frozen]
         self._late: list[dict[str, Tensor]] = []

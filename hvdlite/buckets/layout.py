@@ -63,7 +63,6 @@ class Layout:
         return [(spec.name, spec.describe()) for spec in specs], plans
 
     def ready(self) -> list[GradientState]:
-        """Returns the gradients that are complete and not averaged yet."""
         return [state for state in self.states.values() if state.ready]
 
     def passes(self) -> dict[Tensor, int]:
@@ -76,7 +75,6 @@ class Layout:
         return {spec.name: spec.numel * (1 + spec.dtype.is_complex) for spec in specs}
 
     def buffers(self) -> list[tuple[BucketPlan, Tensor]]:
-        """Returns the flat buffers that are allocated, with their plans."""
         return [(bucket.plan, bucket.flat) for bucket in self.buckets if bucket.flat is not None]
 
     def take_over(self, buffers: Iterable[tuple[BucketPlan, Tensor]], is_usable: Callable[[Tensor], bool]) -> None:
@@ -127,7 +125,6 @@ class Layout:
         return changed
 
     def forget(self) -> None:
-        """Resets the state of every gradient at the end of a step."""
         for state in self.states.values():
             state.passes = 0
             state.ready = state.sparse = state.scaled = state.fresh = state.late = False
@@ -136,7 +133,6 @@ class Layout:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of all buckets of CPU tensors."""
         plans = [bucket.plan for bucket in self.buckets if bucket.plan.device.type == "cpu"]
         return sum(plan.numel * plan.dtype.itemsize for plan in plans)
 

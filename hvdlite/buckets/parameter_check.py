@@ -88,7 +88,6 @@ class ParameterCheck:
             self._extremes = torch.tensor([mine, ~mine], device="cpu", dtype=torch.int64)
 
     def send(self, group: Group) -> None:
-        """Launches the all-reduce that compares the fingerprints, without waiting for it."""
         if self._extremes is not None and self._work is None:
             self._work = group.all_reduce(self._extremes, _WHAT, Max)
 

@@ -51,7 +51,6 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the parameter, and of its gradient."""
         return torch.Size(self.shape).numel()
 
     def describe(self) -> str:
@@ -99,7 +98,6 @@ class BucketPlan:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the whole buffer."""
         return self.weight_start + self.weight_slots
 
     @property
@@ -208,7 +206,6 @@ _MISSING = "no such parameter at this position"
 
 
 def lay_out(specs: Sequence[ParamSpec], dtype: torch.dtype, aligned: bool) -> tuple[Slice, ...]:
-    """Returns slices for these parameters, one after the other."""
     slices: list[Slice] = []
     start = 0
     for spec in specs:

@@ -176,7 +176,6 @@ class DiLoCo:
         _resolved(self.compression)
 
     def rule(self) -> OuterRule:
-        """Returns the numbers, with the default of ``mix``."""
         mix = self.mix
         if mix is None:
             mix = 0.5 if self.delay else 0.0

@@ -34,8 +34,6 @@ _FAMILY = 10_000  # the maximum number of rows per optimizer
 
 
 class StepTrace:
-    """The timeline rows of one optimizer's gradients."""
-
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         family = recorder.next_family()
@@ -64,7 +62,6 @@ class StepTrace:
         return Row(self._steps.number + 1 + index, f"{self.optimizer}, bucket {index}")
 
     def synchronizing(self) -> AbstractContextManager[None]:
-        """A context that records the program's wait for all averages."""
         return self._recorder.span(self._steps, "synchronize")
 
     def stepped(self) -> None:
@@ -76,8 +73,6 @@ class StepTrace:
 
 
 class BucketTrace:
-    """Records the events of one bucket in one step."""
-
     def __init__(self, recorder: Recorder, steps: Row, row: Row, bucket: Bucket) -> None:
         self._recorder = recorder
         self._steps = steps

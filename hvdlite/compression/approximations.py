@@ -35,8 +35,6 @@ _NOISE = 1e-6
 
 
 class LowRank:
-    """The settings of PowerSGD; see `Compression.powersgd`."""
-
     def __init__(self, rank: object, start_step: object, min_ratio: object) -> None:
         thickness, start, ratio = whole_number(rank), whole_number(start_step), real_number(min_ratio)
         if thickness is None or not 1 <= thickness <= MOST:
@@ -148,8 +146,6 @@ _BYTES = 6
 
 
 class TopK:
-    """The settings of top-k; see `Compression.topk`."""
-
     def __init__(self, density: object, error_decay: object = 1.0) -> None:
         part = real_number(density)
         if part is None or not 0 < part <= 1:
@@ -173,11 +169,9 @@ class TopK:
         return residual.mul(self.error_decay).add_(values)
 
     def count(self, numel: int) -> int:
-        """Returns how many of ``numel`` values are sent."""
         return math.ceil(self.density * numel)
 
     def nbytes(self, numel: int) -> int:
-        """Returns the size of the wire of ``numel`` values."""
         return _BYTES * self.count(numel)
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -197,7 +191,6 @@ class TopK:
         return wire, largest, sent[: len(largest)] if is_finite else None
 
     def add_decoded(self, wire: Tensor, out: Tensor) -> None:
-        """Adds the values of a wire to ``out``."""
         count = len(wire) // _BYTES
         places = wire[: 4 * count].view(torch.int32)
         # A wire with fewer values has zeros for the place 0 at its end.

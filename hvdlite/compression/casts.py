@@ -50,8 +50,6 @@ AnyCompression: TypeAlias = Compressor | HorovodCompressor | type[HorovodCompres
 
 
 class NoCompression:
-    """No compression: the wire is the bucket itself."""
-
     def compress(self, buffer: Tensor) -> Tensor:
         return buffer
 
@@ -59,7 +57,6 @@ class NoCompression:
         assert wire is out, "compress gave the buffer itself"
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns ``dtype``: floats are sent in their own dtype."""
         return dtype
 
     def __repr__(self) -> str:
@@ -74,11 +71,9 @@ class CastCompression:
         self._name = name
 
     def casts(self, dtype: torch.dtype) -> bool:
-        """Whether buffers of this dtype are cast."""
         return dtype.itemsize > self.dtype.itemsize
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which floats of ``dtype`` are sent."""
         return self.dtype if self.casts(dtype) else dtype
 
     def compress(self, buffer: Tensor) -> Tensor:

@@ -275,7 +275,6 @@ class CodecKernels:
     """The compiled kernels of a codec for values of one dtype."""
 
     def __init__(self, program: Program, codec: type[ScaledCodec], dtype: torch.dtype) -> None:
-        """``program`` is compiled from `source_of` this codec and dtype."""
         self._program = program
         self._codec = codec
         self._working = working_dtype(dtype)
@@ -322,7 +321,6 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def source_of(codec: type[ScaledCodec], dtype: torch.dtype) -> str:
-    """Returns the kernels in CUDA C++, for values of one dtype."""
     names = {
         "VALUE": NAMES[dtype],
         "WORK": NAMES[working_dtype(dtype)],
@@ -347,14 +345,9 @@ def kernels_for(codec: type[ScaledCodec], values: Tensor, residual: Tensor | Non
 # Global for the process: compiled code does not depend on a world or optimizer.
 @functools.cache
 def _cupy_kernels(codec: type[ScaledCodec], device: torch.device, dtype: torch.dtype) -> CodecKernels | None:
-    """Returns the kernels, or None if they do not work here. The first call waits for the device."""
-
-    def make() -> CodecKernels:
-        return CodecKernels(CupyProgram(device, source_of(codec, dtype), KERNELS), codec, dtype)
-
     return made_if_equal(
         f"{codec.__name__} of {dtype} on {device}",
-        make,
+        lambda: CodecKernels(CupyProgram(device, source_of(codec, dtype), KERNELS), codec, dtype),
         lambda kernels: gives_what_torch_gives(kernels, codec(), device, dtype),
     )
 

@@ -309,7 +309,6 @@ class Int4(_Scaled):
 
 
 def check_blocks(codec: Codec) -> None:
-    """Raises ValueError for a codec whose blocks cannot be sent."""
     if not isinstance(codec.block, int) or codec.block < 1 or codec.nbytes(codec.block) % 4:
         raise ValueError(
             f"compression={codec!r}: its block must be a positive number of elements whose nbytes is a multiple "
@@ -334,7 +333,6 @@ def wire_bytes(codec: Codec, numel: int) -> int:
 
 
 def _whole(numel: int, block: int) -> int:
-    """Returns the number of elements in the blocks that hold ``numel`` of them."""
     return -(-numel // block) * block
 
 

@@ -36,8 +36,6 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Sends tensors uncompressed."""
-
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
         return tensor, None
@@ -63,8 +61,6 @@ class _CastCompressor(Compressor):
 
 
 class FP16Compressor(_CastCompressor):
-    """Casts floating-point tensors to float16."""
-
     dtype = torch.float16
 
 
@@ -187,12 +183,10 @@ class CustomCompression:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Returns the tensor with complex numbers as pairs of real ones, in the same memory."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _words(result: object) -> str:
-    """Returns the object's type as text, for a message."""
     if result is None:
         return "None"
     if isinstance(result, tuple):

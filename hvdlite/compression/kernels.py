@@ -303,7 +303,6 @@ class ScalingKernels:
     """The compiled kernels for one pair of dtypes."""
 
     def __init__(self, program: Program, source: torch.dtype, out: torch.dtype) -> None:
-        """``program`` is compiled from `source_of` these dtypes."""
         self._program = program
         self._per = 16 // max(source.itemsize, out.itemsize)
 
@@ -321,7 +320,6 @@ class ScalingKernels:
 
 
 def source_of(source: torch.dtype, out: torch.dtype) -> str:
-    """Returns the kernels in CUDA C++, for one pair of dtypes."""
     arithmetic = "f64" if torch.float64 in (source, out) else "f32"
     names = {"SOURCE": NAMES[source], "OUT": NAMES[out], "ARITHMETIC": arithmetic}
     return "".join(f"#define {name} {value}\n" for name, value in names.items()) + ARITHMETIC + _CODE
@@ -334,15 +332,10 @@ def _kernels_for(source: Tensor, out: Tensor) -> ScalingKernels | None:
 # Global for the process: compiled code does not depend on a world or optimizer.
 @functools.cache
 def _cupy_kernels(device: torch.device, source: torch.dtype, out: torch.dtype) -> ScalingKernels | None:
-    """Returns the kernels, or None if they do not work here. The first call waits for the device."""
-
-    def make() -> ScalingKernels:
-        names = ("scale_cast", "scale_by", "divide_by")
-        return ScalingKernels(CupyProgram(device, source_of(source, out), names), source, out)
-
+    names = ("scale_cast", "scale_by", "divide_by")
     return made_if_equal(
         f"scaling {source} to {out} on {device}",
-        make,
+        lambda: ScalingKernels(CupyProgram(device, source_of(source, out), names), source, out),
         lambda kernels: gives_what_torch_gives(kernels.scale_cast, device, source, out),
     )
 

@@ -11,7 +11,7 @@ backward.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -183,7 +183,9 @@ class BetweenHosts(Exchange):
             shard = flat.new_empty(stop - start)
             yield within.reduce_scatter(shard, flat, counts, what)
         kept = self._residuals, scale, within.size, unused
-        yield from self._between(BucketShard(gradients.plan, shard, start, *kept, averaging, beside), links, what)
+        yield from self._between(
+            BucketShard(gradients.plan, shard, start, *kept, averaging.factor, beside), links, what
+        )
         if within.size > 1:
             shards, work = second.within.begin_all_gather(shard, what, [n * flat.element_size() for n in counts])
             yield work
@@ -229,7 +231,8 @@ class BucketShard(NamedTuple):
     ranks: int
     # The parameters that this rank has not used in this step, as (start, stop) in the bucket's real numbers.
     unused: Sequence[tuple[int, int]]
-    averaging: Averaging
+    # Returns what the sums must be multiplied by: see `Averaging.factor`.
+    factor: Callable[[], float]
     beside: Beside | None
 
     @property
@@ -255,10 +258,6 @@ class BucketShard(NamedTuple):
             if part.start < part.stop and not values[part].any():
                 found.append(part)
         return found
-
-    def factor(self) -> float:
-        """Returns what the sums must be multiplied by: see `Averaging.factor`."""
-        return self.averaging.factor()
 
 
 class Averaging:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ class AllReduce(_OverAllRanks):
         if cast is not None:
             source = wire
             wire, memory = self._wires.take(links.all, source.numel(), cast.dtype, source.device)
-            cast_wire = _CastWire(cast, wire, memory)
+            cast_wire = cast, wire, memory
             # Only the gradients are scaled, not the counts behind them.
             cast.convert(source, gradients.scale, as_real(gradients.flat).numel(), wire)
         if gradients.launching is not None:
@@ -296,12 +296,8 @@ def _combine_packed(
     raise_together(group, pack.failure, f"the end of {what}")
 
 
-class _CastWire(NamedTuple):
-    """A wire to which a bucket is cast, the cast, and the memory under the wire if `_Wires` is to reuse that."""
-
-    cast: CastCompression
-    tensor: Tensor
-    memory: Tensor | None
+# The cast of a bucket, its wire, and the memory under that if `_Wires` is to reuse it.
+_CastWire: TypeAlias = tuple[CastCompression, Tensor, Tensor | None]
 
 
 class _Wires:

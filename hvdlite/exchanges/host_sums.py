@@ -45,8 +45,6 @@ class Shard(Protocol):
 
 
 class EncodedSum:
-    """Sums in the format of a codec."""
-
     def __init__(self, codec: Codec, *, reuses_wires: bool) -> None:
         """``reuses_wires``: for the next values of the same name, since new memory costs as much as encoding."""
         self._codec = codec
@@ -85,7 +83,6 @@ class EncodedSum:
             codec.add_decoded([each], values[begin:end], by)
 
     def _swap(self, shard: Shard, across: Group, what: str) -> Iterator[Work]:
-        """Does `stages` for two hosts."""
         codec, values = self._codec, shard.values
         nbytes = wire_bytes(codec, values.numel())
         # After a step that fails an engine may still use them, and they are not used again.
@@ -172,7 +169,6 @@ HostSum: TypeAlias = EncodedSum | LargestSum
 
 
 def host_sum(form: Codec | TopK, *, reuses_wires: bool) -> HostSum:
-    """Returns what sums in this format. ``reuses_wires`` is as in `EncodedSum`."""
     return LargestSum(form) if isinstance(form, TopK) else EncodedSum(form, reuses_wires=reuses_wires)
 
 

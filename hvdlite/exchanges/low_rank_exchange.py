@@ -56,7 +56,6 @@ class LowRankExchange(BetweenHosts):
         self._before: tuple[dict[str, Tensor], dict[str, int], dict[str, int]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what was not sent of this rank's gradients so far, Q, and the numbers of steps."""
         if not self._steps:
             return {}
         q = {name: each.clone() for name, each in self._q.items()}
@@ -64,7 +63,6 @@ class LowRankExchange(BetweenHosts):
         return {**self._state(residuals, self._numels(self._steps)), "q": q, "steps": dict(self._steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a dict that `state_dict` returned on this rank. Raises ValueError for one of another exchange."""
         super().load_state_dict(state)
         self._q = {name: each.clone() for name, each in state.get("q", {}).items()}
         self._steps = dict(state.get("steps", {}))
@@ -78,7 +76,6 @@ class LowRankExchange(BetweenHosts):
         return super().has_residuals and (made is None or made > self._form.start_step)
 
     def begin_step(self) -> None:
-        """Begins a step whose changes, those of Q and of the numbers of steps too, can be taken back."""
         super().begin_step()
         self._before = dict(self._q), dict(self._steps), dict(self._marks)
 
@@ -87,13 +84,11 @@ class LowRankExchange(BetweenHosts):
         self._before = None
 
     def take_step_back(self) -> None:
-        """Restores the state at `begin_step`, and gives up the stages of its buckets."""
         super().take_step_back()
         if self._before is not None:
             (self._q, self._steps, self._marks), self._before = self._before, None
 
     def consolidate(self, plans: Sequence[BucketPlan], links: Links) -> dict[str, Any]:
-        """Returns the mean of all ranks' residuals, and their Q, as a state."""
         state = super().consolidate(plans, links)
         within, is_first = (0, 1), links.all.rank == 0
         if links.legs:
@@ -247,7 +242,6 @@ class LowRankExchange(BetweenHosts):
         return seed if known is None else torch.where(known.any(1, keepdim=True), known.to(like), seed)
 
     def _parameters(self, plan: BucketPlan, start: int, stop: int) -> list[_Parameter]:
-        """Returns the parameters of a shard of the bucket."""
         found = []
         for piece, (first, last) in zip(plan.slices, spans(plan), strict=True):
             if start <= first < stop:
@@ -270,7 +264,6 @@ class _Parameter(NamedTuple):
     rank: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """Returns the matrix as a view of the shard."""
         return flat[self.start : self.start + self.rows * self.cols].view(self.rows, self.cols)
 
 

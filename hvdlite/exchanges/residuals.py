@@ -81,7 +81,6 @@ class Residuals:
         self._before = _Before(dict(self._of), dict(self._loaded))
 
     def end_step(self) -> None:
-        """Makes the changes since `begin_step` final."""
         self._free |= self._copies
         self._before, self._copies = None, {}
 
@@ -256,7 +255,6 @@ class Residuals:
         return found
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, tuple[int, float, Tensor]]]) -> None:
-        """Replaces all residuals by those of a dict that `state_dict` returned."""
         self.end_step()
         self._free.clear()
         self._of.clear()
@@ -304,5 +302,4 @@ def gaps(plan: BucketPlan) -> list[tuple[int, int]]:
 
 
 def reals(plan: BucketPlan) -> int:
-    """Returns how many real numbers an element of a bucket is."""
     return 2 if plan.dtype.is_complex else 1

@@ -50,7 +50,6 @@ class SparseParameters:
     """Finds an optimizer's parameters with sparse gradients by the flags of the buckets, and averages these."""
 
     def __init__(self, settings: Settings, layout: Layout, size: int) -> None:
-        """``size`` is the number of ranks."""
         self._settings = settings
         self._layout = layout
         self._size = size
@@ -184,7 +183,6 @@ class SparseParameters:
             yield rows.state, total
 
     def forget(self) -> None:
-        """Resets what was found in a step, at its end."""
         self._leaving.clear()
         self._mixed.clear()
 

@@ -43,7 +43,6 @@ class Stages:
         self.stage = 0.0
 
     def wait(self) -> None:
-        """Blocks until the last stage is over, or raises the error of one."""
         while not self._is_over.wait(_LOOK_S):
             self._todo.put(self)
         self._future.wait()
@@ -56,7 +55,6 @@ class Stages:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next stage has nothing to wait for."""
         awaited = self._awaited
         return not self.is_completed() and (awaited is None or self._is_awaited_done or awaited.is_completed())
 
@@ -112,7 +110,6 @@ class StageRunner:
         self._started: list[Stages] = []
 
     def start(self, steps: Iterator[Work]) -> Stages:
-        """Starts the stages of the next bucket. Waits for no other rank."""
         if self._thread is None:
             # The thread knows the queue alone, so that it keeps no optimizer.
             self._thread = threading.Thread(target=_run, args=(self._todo,), daemon=True, name="hvdlite-stages")

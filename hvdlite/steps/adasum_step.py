@@ -121,7 +121,6 @@ class _CountedHome:
         self._step = state
 
     def take(self, state: GradientState, last_pass: bool) -> bool:
-        """Raises GradientError for a pass too many."""
         state.held = state.param.grad
         if last_pass and state.passes > self._step.passes_per_step:
             raise too_many_passes(state.name, self._step.passes_per_step)
@@ -151,12 +150,10 @@ class _Deltas:
             self._before = flat_of(self.params)
 
     def forget(self) -> None:
-        """Frees the copies."""
         self._before = None
 
     @torch.no_grad()
     def combine(self, exchange: Exchange, links: Links, name: str) -> None:
-        """Exchanges the bucket's deltas, and updates its parameters. ``name`` is the bucket's name in messages."""
         before = flat_of(self.params) if self._before is None else self._before
         delta = flat_of(self.params).sub_(before)
         deltas = Gradients(

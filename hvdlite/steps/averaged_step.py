@@ -29,8 +29,6 @@ from .step_world import Added, CarriedOver, StepPhase, StepWorld
 
 
 class AveragedStep(Step):
-    """Steps of an optimizer that uses the averages of all ranks' gradients."""
-
     def __init__(
         self,
         world: StepWorld,
@@ -89,7 +87,6 @@ class AveragedStep(Step):
         self.plan.queue.begin(self.plan.layout.buckets, holds_last=has_several)
 
     def launch(self) -> None:
-        """Sends full buckets, once the engine is open."""
         if (links := self._world.engine.links_for_backward) is not None:
             self.plan.queue.launch_full(links)
             point("backward")
@@ -233,7 +230,6 @@ class AveragedStep(Step):
                 param.grad = grad
 
     def finish_dropped(self) -> None:
-        """Sends the rest of a step in `dropping`, and waits for it. Raises GradientError if not all ranks drop it."""
         self.plan.layout.drop_averages()
         for _ in self.plan.queue.finish_all(self._world.engine.connected()):
             pass
@@ -268,7 +264,6 @@ class AveragedStep(Step):
         return True
 
     def why_no_join(self) -> str:
-        """Says that all ranks must step where they share the optimizer's work."""
         shard = self._world.settings.shard
         if shard is None or self.plan.sharers.size == 1:
             return ""

@@ -58,7 +58,6 @@ class GradientPlan:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Creates an empty layout, and the objects that work on it."""
         settings, size = self._world.settings, self.ranks.size
         divide = None if settings.shard is None else settings.shard.divider(self.sharers.size)
         planner = Planner(self.cap_bytes, self.exchange.aligned, self.ranks.count_slots, divide)
@@ -73,7 +72,6 @@ class GradientPlan:
         self.sparse = SparseParameters(settings, self.layout, size)
 
     def add(self, added: Added) -> tuple[Description, Sequence[BucketPlan]]:
-        """Plans buckets for more parameters, behind the existing ones; see `Layout.add`."""
         self.added.append(added)
         return self.layout.add(added.params, added.groups, added.trainable)
 

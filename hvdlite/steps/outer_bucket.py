@@ -64,7 +64,6 @@ class OuterBucket:
             self.anchor = self._own()
 
     def reset(self) -> None:
-        """Forgets the anchor and all that belongs to it."""
         self.anchor = self._velocity = None
         self._kept = {}
 
@@ -75,7 +74,6 @@ class OuterBucket:
         return self.anchor
 
     def empty(self) -> Tensor:
-        """Returns an uninitialized tensor like the anchor."""
         return torch.empty(self._stop - self.start, dtype=working_dtype(self.dtype), device=self._device)
 
     def _own(self) -> Tensor:
@@ -84,7 +82,6 @@ class OuterBucket:
         return self.empty().copy_(flat[self.start : self._stop])
 
     def outer_gradient(self) -> Tensor:
-        """Returns the anchor minus the parameters, of this rank's shard."""
         return torch.sub(self.known_anchor, self._own())
 
     def average(self, values: Tensor, across: Sequence[Group], what: str) -> Iterator[Work]:
@@ -233,7 +230,6 @@ class Launch:
     """What the averages are waited for by; of those that were loaded there is none."""
 
     def wait(self) -> None:
-        """Blocks until all averages are there."""
         for work in self.works:
             work.wait()
 
@@ -261,7 +257,6 @@ class StreamWork:
             self._end = stream.record_event()
 
     def wait(self) -> None:
-        """Has the current stream wait; the program goes on."""
         torch.cuda.current_stream(self._device).wait_event(self._end)
 
     def is_completed(self) -> bool:

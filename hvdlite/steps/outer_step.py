@@ -110,7 +110,6 @@ class OuterStep(WrappingStep):
 
     @property
     def is_sending(self) -> bool:
-        """Whether gradients, or outer gradients, are on their way."""
         return self._inner.is_sending or not all(launch.is_completed() for launch in list(self._in_flight))
 
     # -- around the optimizer's own step
@@ -200,7 +199,6 @@ class OuterStep(WrappingStep):
                 )
 
     def _begin_anew(self, group: Group) -> None:
-        """Gives all ranks the parameters of rank 0, and begins an interval with them."""
         self.load_state_dict({})
         with torch.no_grad():
             for bucket in self._buckets:
@@ -258,7 +256,6 @@ class OuterStep(WrappingStep):
             self._in_flight.popleft()
 
     def _whole(self, bucket: OuterBucket, shard: Tensor) -> Tensor:
-        """Returns the shards of all ranks of this host as one tensor."""
         if self._local.size == 1:
             return shard
         within = self._opened().legs[0].within
@@ -301,11 +298,8 @@ class OuterStep(WrappingStep):
             bucket: {kind: (start, values.clone()) for kind, (start, values) in bucket.state_dict().items()}
             for bucket in self._buckets
         }
-        averages = [
-            {bucket: (bucket.start, average.clone()) for bucket, average in launch.averages}
-            for launch in self._in_flight
-        ]
-        return self._state_of([self._hosts, self._local.size], segments, averages)
+        ranks = [self._hosts, self._local.size]
+        return self._state_of(ranks, segments, lambda bucket, average: (bucket.start, average.clone()))
 
     def consolidate(self, *, keeps: bool) -> None:
         """Makes the next `state_dict` one for any number of ranks, with the mean of what codecs have kept."""
@@ -320,11 +314,8 @@ class OuterStep(WrappingStep):
                 self._opened().all.all_reduce(mean, what).wait()
                 kinds[f"{RESIDUAL}{OWN}"] = 0, mean.div_(self._hosts)
             segments[bucket] = kinds
-        averages = [
-            {bucket: (0, self._whole(bucket, average)) for bucket, average in launch.averages}
-            for launch in self._in_flight
-        ]
-        self._consolidated = self._state_of(None, segments, averages) if keeps else {}
+        state = self._state_of(None, segments, lambda bucket, average: (0, self._whole(bucket, average)))
+        self._consolidated = state if keeps else {}
 
     def _is_to_be_saved(self) -> bool:
         """Whether there is a state. If so, brings it to rest: waits for what is on its way."""
@@ -342,7 +333,7 @@ class OuterStep(WrappingStep):
         self,
         ranks: list[int] | None,
         segments: Mapping[OuterBucket, Mapping[str, Segment]],
-        averages: Sequence[Mapping[OuterBucket, Segment]],
+        of_average: Callable[[OuterBucket, Tensor], Segment],
     ) -> dict[str, Any]:
         """Returns the state dict. ``ranks`` are the numbers of hosts and of ranks on each; None: for any number."""
         parameters: dict[str, dict[str, Segment]] = {}
@@ -361,9 +352,13 @@ class OuterStep(WrappingStep):
                 {
                     "fragment": launch.fragment,
                     "due": launch.due,
-                    "averages": dict(own for bucket, segment in found.items() for own in bucket.by_name(*segment)),
+                    "averages": dict(
+                        own
+                        for bucket, average in launch.averages
+                        for own in bucket.by_name(*of_average(bucket, average))
+                    ),
                 }
-                for launch, found in zip(self._in_flight, averages, strict=True)
+                for launch in self._in_flight
             ],
         }
 

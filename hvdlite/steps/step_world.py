@@ -36,8 +36,6 @@ Buffers = Iterable[tuple[BucketPlan, Tensor]]
 
 
 class StepPhase(enum.Enum):
-    """The phase of a step."""
-
     IDLE = "no gradient of this step has arrived"
     COLLECTING = "gradients arrive, and full buckets are being averaged"
     SPOILT = "one backward pass too many has changed gradients that are being averaged: end the step and drop them"
@@ -140,7 +138,6 @@ class StepState:
 
 
 def too_many_passes(name: str, passes_per_step: int) -> GradientError:
-    """Returns the error for a gradient that gets more than ``passes_per_step`` backward passes."""
     # The first two sentences are Horovod's.
     return GradientError(
         "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "

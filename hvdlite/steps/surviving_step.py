@@ -14,7 +14,6 @@ goes on with that, and returns once all ranks have done the same with the step.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -144,7 +143,10 @@ class SurvivingStep(WrappingStep):
                 if outcome is Outcome.DISCARD:
                     break
                 if outcome is Outcome.HAS_AVERAGES and is_complete:
-                    self._go_on_from(mark_now, buffers, exchange_now)
+                    # The averages are in the gradients.
+                    step = self._follow(mark_now, buffers)
+                    self._world.state.phase = mark_now.phase
+                    step.plan.exchange.load_state_dict(exchange_now)
                     return True
                 assert kept is not None, "a rank that keeps none says so, and then nobody repeats the step"
                 step = step._begin_again(mark, kept, buffers)
@@ -214,12 +216,6 @@ class SurvivingStep(WrappingStep):
             step.plan.layout.give_up()
         step.kept = kept
         return step
-
-    def _go_on_from(self, mark: StepMark, buffers: Buffers, exchange_state: dict[str, Any]) -> None:
-        """Takes the step, whose averages are in the gradients, along into the current world."""
-        step = self._follow(mark, buffers)
-        self._world.state.phase = mark.phase
-        step.plan.exchange.load_state_dict(exchange_state)
 
     def _discard(self, mark: StepMark) -> None:
         """Ends the step in the current world, as one that no rank uses."""
