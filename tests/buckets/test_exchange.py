@@ -286,7 +286,7 @@ def test_what_says_otherwise_how_gradients_are_combined_is_refused(options, word
 @pytest.mark.parametrize(
     ("exchange", "words"),
     [
-        (3, "pass a class derived from hvd.Exchange, or a function"),
+        (3, "pass a class derived from hvd.Exchange, not an object of it, or a function"),
         (Looking(), "pass a class derived from hvd.Exchange, not an object of it"),
         (dict, "which is not an hvd.Exchange"),
     ],
