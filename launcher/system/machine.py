@@ -86,8 +86,15 @@ def _visible(gpus: int, devices: str | None) -> int:
     if devices is None:
         return gpus
     names = [name.strip() for name in devices.split(",")]
-    valid = next((i for i, name in enumerate(names) if not name or name.startswith("-")), len(names))
-    return min(gpus, valid)
+    valid = next(
+        (i for i, name in enumerate(names) if not name or name.startswith("-") or _is_beyond(name, gpus)), None
+    )
+    return min(gpus, len(names) if valid is None else valid)
+
+
+def _is_beyond(name: str, gpus: int) -> bool:
+    """Whether this is an index, not an identifier, and there is no such GPU."""
+    return name.isdecimal() and int(name[:9]) >= gpus
 
 
 def boot_id() -> str | None:

@@ -16,7 +16,7 @@ def test_there_is_a_slot_for_each_gpu(four_gpus):
 
 
 @pytest.mark.parametrize(
-    ("devices", "seen"), [("0", 1), ("2,3", 2), ("0, GPU-1f,-1,2", 2), ("0,1,2,3,4,5", 4), ("0,,1", 1)]
+    ("devices", "seen"), [("0", 1), ("2,3", 2), ("0, GPU-1f,-1,2", 2), ("0,1,2,3,4,5", 4), ("0,,1", 1), ("0,1,7,2", 2)]
 )
 def test_a_gpu_that_workers_do_not_see_has_no_slot(four_gpus, devices, seen):
     assert slots_by_hardware({"CUDA_VISIBLE_DEVICES": devices}, four_gpus) == seen
