@@ -26,6 +26,7 @@ from hvdlite_wire.job_contract import STACKS_SIGNAL, note_file, report_socket, s
 from hvdlite_wire.worker_status import Frame, OwnStatus, Process, Source, Thread, WorkerStatus
 
 from ..system.process_tree import handles
+from .nccl_view import nccl_view
 
 if TYPE_CHECKING:
     import psutil
@@ -115,7 +116,7 @@ def status_of(worker: int, own: OwnStatus | None, **known: Any) -> WorkerStatus:
 
 
 def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, WorkerStatus]:
-    """Returns what can be found out about each of the workers, given as pids by their numbers, within two seconds."""
+    """Returns what can be found out about each of the workers, given as pids by their numbers, within three seconds."""
     processes = _processes_of_all(workers)
     can_answer = _outermost(processes, partial(report_socket, job_dir))
     answers = _answers_of({pid: report_socket(job_dir, pid) for pid in can_answer.values()})
@@ -125,6 +126,7 @@ def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, WorkerStatus]
     silent = [pid for pid in asked.values() if pid not in answers and states[pid] not in _RUN_NO_HANDLER]
     begins = _have_stacks_written({pid: stacks_file(job_dir, pid) for pid in silent})
     load = round(os.getloadavg()[0], 2)
+    nccl_pid, nccl = nccl_view(can_answer.values()) or (None, ())
     found: dict[int, WorkerStatus] = {}
     for worker, own_pid in workers.items():
         pid = asked.get(worker, own_pid)
@@ -139,6 +141,7 @@ def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, WorkerStatus]
             is_ending=worker in asked and own is None and os.path.exists(note_file(job_dir, worker, "progress")),
             load=load,
             cores=os.cpu_count(),
+            nccl=nccl if pid == nccl_pid else (),
         )
     return found
 

@@ -170,7 +170,7 @@ class WorkerStatus(OwnStatus):
     (bytes). ``gpu_use``: the part of the time in which its GPU computes, None if not known. ``can_answer``: its program
     has called hvd.init(), and has not ended. ``is_ending``: its part in the job is over, and it answers no more.
     ``usage``: of the host, told with one of its workers. In full also its ``processes``, the worker's own with the
-    descendants, and the host's ``load`` and ``cores``.
+    descendants, the host's ``load`` and ``cores``, and what ``nccl`` says of the job, if this worker was asked for it.
     """
 
     pid: PidOrNone = 0
@@ -184,6 +184,7 @@ class WorkerStatus(OwnStatus):
     processes: Several[Process] = ()
     load: Duration | None = None
     cores: Amount | None = None
+    nccl: Several[Shown] = ()
 
     @property
     def is_silent(self) -> bool:

@@ -12,6 +12,8 @@ between them is the cause, or the ranks have all been asked while they were busy
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -31,6 +33,8 @@ _SILENT_S = 6.0
 _MOST_NAMED = 8
 _MOST_STACKS = 8
 _MOST_FRAMES = 25
+_MOST_OF_NCCL = 60
+_PROCESS_OF_NCCL = re.compile(r"(?i)\bprocess ([0-9]{1,9})\b")
 _HEAD = ("rank", "worker", "host", "pid", "state", "cpu s", "MiB", "step", "buckets", "waits for")
 
 Pair = tuple[str, str]
@@ -220,7 +224,7 @@ class JobReport:
         lines = [f"report {self.number} on {len(facts)} rank{'' if len(facts) == 1 else 's'}, {self.why}"]
         if self.ended:
             lines.append(f"  {_numbered('rank', self.ended)} {'has' if len(self.ended) == 1 else 'have'} ended")
-        lines += [*_cause_lines(cause), *_stacks(facts, cause)]
+        lines += [*_cause_lines(cause), *_stacks(facts, cause), *_nccl_lines(facts)]
         return "\n".join([*lines, *(f"  {line}" for line in table([_HEAD, *map(_row, facts)]))])
 
     def data(self) -> dict[str, Any]:
@@ -327,6 +331,22 @@ def _stacks(facts: Sequence[RankStatus], cause: Cause) -> list[str]:
     if len(groups) > _MOST_STACKS:
         lines.append(f"  and {len(groups) - _MOST_STACKS} more stacks: see --report-dir")
     return lines
+
+
+def _nccl_lines(facts: Sequence[RankStatus]) -> list[str]:
+    """What NCCL says of the job, with ranks beside the processes that it names: of the first host that has told it."""
+    teller = next((each for each in facts if each.nccl), None)
+    if teller is None:
+        return []
+    pids = Counter(each.pid for each in facts)
+    name_of = {each.pid: f" ({each.name})" for each in facts if pids[each.pid] == 1}
+    lines = [
+        "    " + _PROCESS_OF_NCCL.sub(lambda found: found[0] + name_of.get(int(found[1]), ""), line)
+        for line in teller.nccl[:_MOST_OF_NCCL]
+    ]
+    if len(teller.nccl) > _MOST_OF_NCCL:
+        lines.append(f"    and {len(teller.nccl) - _MOST_OF_NCCL} more lines: see --report-dir")
+    return [f"  NCCL says, as asked on {teller.host}:", *lines]
 
 
 def _frame_lines(frames: Sequence[Frame], facts: RankStatus) -> list[str]:

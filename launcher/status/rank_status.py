@@ -32,7 +32,7 @@ _MOST_CHARACTERS = 200
 # What a report has of a rank as data, in this order, before what follows from it.
 _DATA = (
     *("worker", "rank", "host", "pid", "processes", "threads", "waits", "optimizers", "libraries", "addresses"),
-    *("silent_s", "source", "can_answer", "is_ending", "has_come", "load", "cores"),
+    *("silent_s", "source", "can_answer", "is_ending", "has_come", "load", "cores", "nccl"),
 )
 
 

@@ -222,3 +222,18 @@ def test_where_all_wait_in_one_place_that_is_one_line():
     shown = lines(waits(0, "a barrier"), waits(1, "a barrier"))
     assert shown[2] == "  ranks 0-1, each of which waits in a barrier, at train.py:50 in train"
     assert shown[3].startswith("  rank  worker")
+
+
+def test_what_nccl_says_is_told_with_the_ranks_of_its_processes():
+    said = ("Communicators: 1, ranks missing", "  Rank 1: process 101 on node 10.0.0.2", "  Rank 2: process 7")
+    facts = [rank(0, nccl=said), rank(1), *(replace(rank(each), pid=7) for each in (2, 3))]
+    text = lines(*facts)
+    at = text.index(f"  NCCL says, as asked on {facts[0].host}:")
+    assert text[at + 1 : at + 4] == [
+        "    Communicators: 1, ranks missing",
+        "      Rank 1: process 101 (rank 1) on node 10.0.0.2",
+        "      Rank 2: process 7",  # two hosts have such a process
+    ]
+    many = rank(0, nccl=tuple(map(str, range(100))))
+    assert "    and 40 more lines: see --report-dir" in lines(many)
+    assert JobReport(1, "", [many], 0.0).data()["ranks"][0]["nccl"][99] == "99"
