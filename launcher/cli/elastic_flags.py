@@ -153,7 +153,8 @@ def _chaos(options: argparse.Namespace, policy: Policy, hosts: int | None) -> Ch
         raise UsageError(f"--chaos-report {file}: no file can be written there: name one in a directory that exists")
     spec = parse_chaos(options.chaos, None if file is None else os.path.abspath(file))
     if not policy.on_failure.goes_on:
-        raise UsageError("--chaos: with --on-failure stop the first fault ends the job: say replace, or shrink")
+        name = policy.on_failure.name
+        raise UsageError(f"--chaos: with --on-failure {name} the first fault ends the job: say replace, or shrink")
     shrinks = not policy.on_failure.replaces
     require_goes_on(spec, start=policy.first_np, least=policy.min_np, shrinks=shrinks, hosts=hosts)
     return spec
@@ -174,7 +175,7 @@ def _policy(options: argparse.Namespace, timeout_s: float | None) -> Policy:
     start, least, most = options.num_proc, options.min_np, options.max_np
     on_failure = ON_FAILURE[options.on_failure or ("blacklist" if options.horovod else "replace")]
     if least is None and not on_failure.refills:
-        raise UsageError("--on-failure shrink: with how few workers may the job go on? Say --min-np N")
+        raise UsageError(f"--on-failure {on_failure.name}: with how few workers may the job go on? Say --min-np N")
     if least is None and start is None:
         raise UsageError("how many workers? An elastic job needs --min-np N, with how few it goes on, or -np N")
     if least is None and options.host_discovery_script is None and most is None:
@@ -189,7 +190,8 @@ def _policy(options: argparse.Namespace, timeout_s: float | None) -> Policy:
     if options.spares and most is None:
         raise UsageError("--spares are workers beyond --max-np: say --max-np N, or each slot gets a rank")
     if options.spares and not on_failure.refills:
-        raise UsageError("--spares take the places of others, which --on-failure shrink leaves empty: leave one out")
+        name = on_failure.name
+        raise UsageError(f"--spares take the places of others, which --on-failure {name} leaves empty: leave one out")
     return Policy(
         min_np=least,
         max_np=most,

@@ -1,6 +1,6 @@
 """`watch_job`: hvdlite-run --watch PID, the live view of a job that runs under another hvdlite-run of this machine.
 
-report.console ── JSON, each two seconds ──► JobView ──► LiveView ──► Footer, on stdout; or plain lines
+status.console ── JSON, each two seconds ──► JobView ──► LiveView ──► Footer, on stdout; or plain lines
 """
 
 from __future__ import annotations

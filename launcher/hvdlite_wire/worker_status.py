@@ -5,8 +5,8 @@
 
 The types say what is allowed. Programs choose most of the texts, such as the names of threads: what may not be printed
 is replaced, and what is too long is cut. A new measured column is a field here, its value in `hvdlite.runtime.world`
-(what the rank knows) or in `host.status_collector` (what its host knows), and where it is shown: in `status.live_view`,
-`status.metrics` or `status.job_report`.
+(what the rank knows) or in `host.status_collector` (what its host knows), and rows in the tables of what views show, in
+`status.rank_status`.
 """
 
 from __future__ import annotations

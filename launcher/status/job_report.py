@@ -23,7 +23,7 @@ from hvdlite_wire.worker_status import Frame, Source
 
 from ..system.terminal_text import table
 from ..workers.failure_message import ranges
-from .rank_status import RankStatus, sorted_by_rank
+from .rank_status import RankStatus, report_table, sorted_by_rank
 
 STANDS_STILL_AFTER_S = 10.0
 """The time of one wait for others from which a job is said to stand still; a step seldom takes that long."""
@@ -35,7 +35,6 @@ _MOST_STACKS = 8
 _MOST_FRAMES = 25
 _MOST_OF_NCCL = 60
 _PROCESS_OF_NCCL = re.compile(r"(?i)\bprocess ([0-9]{1,9})\b")
-_HEAD = ("rank", "worker", "host", "pid", "state", "cpu s", "MiB", "step", "buckets", "waits for")
 
 Pair = tuple[str, str]
 
@@ -225,7 +224,7 @@ class JobReport:
         if self.ended:
             lines.append(f"  {_numbered('rank', self.ended)} {'has' if len(self.ended) == 1 else 'have'} ended")
         lines += [*_cause_lines(cause), *_stacks(facts, cause), *_nccl_lines(facts)]
-        return "\n".join([*lines, *(f"  {line}" for line in table([_HEAD, *map(_row, facts)]))])
+        return "\n".join([*lines, *(f"  {line}" for line in table(report_table(facts)))])
 
     def data(self) -> dict[str, Any]:
         facts = sorted_by_rank(self.facts)
@@ -354,21 +353,3 @@ def _frame_lines(frames: Sequence[Frame], facts: RankStatus) -> list[str]:
     left_out = max(0, len(frames) - _MOST_FRAMES)
     lines = [f"    ... {left_out} frames left out"] if left_out else []
     return [*lines, *(f"    {'>' if facts.is_users(frame) else ' '} {frame}" for frame in frames[left_out:])]
-
-
-def _row(facts: RankStatus) -> tuple[str, ...]:
-    own = next((each for each in facts.processes if each.pid == facts.pid), None)
-    optimizer = facts.optimizers[0] if facts.optimizers else None
-    waits = facts.waits[0].what if facts.waits else "–"
-    if optimizer is not None and optimizer.missing and not facts.waits:
-        waits = f"no gradient yet: {', '.join(optimizer.missing)}"
-    return (
-        "–" if facts.rank is None else str(facts.rank),
-        str(facts.worker),
-        facts.host,
-        str(facts.pid),
-        facts.state or "–",
-        *(("–", "–") if own is None else (f"{own.cpu_s:.1f}", f"{own.memory / 2**20:.0f}")),
-        *(("–", "–") if optimizer is None else (str(optimizer.step), f"{optimizer.sent} of {optimizer.buckets}")),
-        waits,
-    )

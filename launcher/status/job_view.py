@@ -18,7 +18,7 @@ from hvdlite_wire.worker_status import Source, Wait
 from ..system.terminal_text import command_in_one_line
 from .job_facts import JobFacts
 from .progress import HostProgress
-from .rank_status import RankStatus
+from .rank_status import RankStatus, in_short
 
 LATE = 0.1
 """From this `RankStatus.cost` on, a rank is said to hold up the others."""
@@ -138,17 +138,3 @@ def count_of(number: int, what: str) -> str:
 
 def age(seconds: float) -> str:
     return str(timedelta(seconds=int(seconds)))
-
-
-def in_short(number: float) -> str:
-    """Returns a number with three digits or so."""
-    if number >= 100:
-        return f"{number:.0f}"
-    return f"{number:.1f}" if number >= 10 else f"{number:.2f}"
-
-
-def bytes_in_short(count: float) -> str:
-    """Returns bytes in units of powers of 1000, as networks and `free --si` count them."""
-    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
-    scale, unit = next((each for each in units if count >= each[0]), (1e3, "kB"))
-    return f"{count / scale:.{0 if count >= 10 * scale else 1}f} {unit}"

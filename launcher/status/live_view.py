@@ -17,14 +17,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..protocol.messages import Event, WatchAsked
 from ..screen.display import View
 from ..workers.ending import Observer
 from .job_facts import JobFacts
-from .job_view import JobView, age, bytes_in_short, in_short, severity, trouble_of
-from .rank_status import RankStatus
+from .job_view import JobView, age, severity, trouble_of
+from .rank_status import LIVE_COLUMNS, RankStatus, bytes_in_short, in_short
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -110,10 +110,10 @@ class LiveView:
     def _add_tree(self, text: Text, rows: Sequence[_Row], columns: int) -> None:
         width_of = self._cell_len
         name_width = min(max(width_of(row.branch + row.name) for row in rows), max(columns // 3, _NARROWEST))
-        known = [name for name in _COLUMNS if any(name in row.cells for row in rows)]
+        known = [name for name in LIVE_COLUMNS if any(name in row.cells for row in rows)]
         widths = {name: max(width_of(name), *(width_of(row.cells.get(name, "")) for row in rows)) for name in known}
         remark = min(max(width_of(row.remark) for row in rows), _REMARK)
-        for name in sorted(_COLUMNS, key=lambda name: _COLUMNS[name].importance):
+        for name in sorted(LIVE_COLUMNS, key=lambda name: LIVE_COLUMNS[name].importance):
             if name_width + sum(widths.values()) + _GAP * (len(widths) + bool(remark)) + remark <= columns:
                 break
             widths.pop(name, None)
@@ -185,26 +185,9 @@ def _host_row(view: JobView, host: str) -> _Row:
 
 
 def _rank_row(branch: str, rank: RankStatus) -> _Row:
-    cells = {name: text for name, column in _COLUMNS.items() if (text := column.cell(rank)) is not None}
+    cells = {name: text for name, column in LIVE_COLUMNS.items() if (text := column.cell(rank)) is not None}
     style = "bold red" if rank.is_silent else "yellow"
     return _Row(branch, rank.name, "", cells, trouble_of(rank), style)
-
-
-class _Column(NamedTuple):
-    """``importance``: the columns with the lowest are left out first on narrow terminals."""
-
-    importance: int
-    cell: Callable[[RankStatus], str | None]
-
-
-_COLUMNS: Mapping[str, _Column] = {
-    "step": _Column(6, lambda rank: None if rank.step is None else str(rank.step)),
-    "steps/s": _Column(5, lambda rank: None if rank.rate is None else in_short(rank.rate)),
-    "samples/s": _Column(4, lambda rank: None if rank.sample_rate is None else in_short(rank.sample_rate)),
-    "memory": _Column(2, lambda rank: bytes_in_short(rank.memory) if rank.memory else None),
-    "CPU": _Column(1, lambda rank: None if rank.cpu_use is None else f"{rank.cpu_use:.0%}"),
-    "GPU": _Column(3, lambda rank: None if rank.gpu_use is None else f"{rank.gpu_use:.0%}"),
-}
 
 
 class Watch(Observer):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ..system.user_files import ReplacedFile
 from ..version import VERSION
 from .job_facts import JobFacts
-from .rank_status import RankStatus
+from .rank_status import METRICS, RankStatus
 
 METRICS_EACH_S = 10.0
 """How often the file is written."""
@@ -76,30 +76,10 @@ def _families(
         for name, count in rank.steps.items()
     ]
     yield "hvdlite_steps_total", "counter", "Steps that an optimizer has taken.", steps
-    for name, kind, about, value_of in _OF_RANKS:
+    for name, kind, about, value_of in METRICS:
         if is_up or kind == "counter":
             found = ((labels, value_of(rank)) for rank, labels in named)
             yield name, kind, about, [(labels, value) for labels, value in found if value is not None]
-
-
-# Each with its value of a rank, None if it has none. Gauges are of ranks that run.
-_OF_RANKS: Sequence[tuple[str, str, str, Callable[[RankStatus], float | None]]] = (
-    ("hvdlite_resident_bytes", "gauge", "Resident memory of the rank's process.", lambda rank: rank.memory or None),
-    (
-        *("hvdlite_cpu_seconds_total", "counter", "Processor time of the rank's process."),
-        lambda rank: rank.cpu_s if rank.memory else None,
-    ),
-    (
-        *("hvdlite_waiting_seconds", "gauge"),
-        "For how long the rank has waited for other ranks; 0 if it does not.",
-        lambda rank: rank.waited_s if rank.steps or rank.waits_for else None,
-    ),
-    (
-        *("hvdlite_silent", "gauge"),
-        "Whether the rank did not answer: it is stopped, or an extension holds the interpreter's lock.",
-        lambda rank: rank.is_silent,
-    ),
-)
 
 
 def _line(name: str, labels: Mapping[str, str], value: float) -> str:

@@ -2,16 +2,18 @@
 
 WorkerStatus, as its agent tells it ──► RankStatus, with its rank and host ──► `reports`
                                             └─► `progress`, which adds what is a difference over time
+
+The tables at the end have what the views show of a rank: a new value is a row there.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from hvdlite_wire.worker_status import Frame, WorkerStatus
+from hvdlite_wire.worker_status import Frame, Process, WorkerStatus
 
 from ..workers.ending import Roster
 
@@ -67,8 +69,8 @@ class RankStatus(WorkerStatus):
 
     @property
     def step(self) -> int | None:
-        """The steps of the optimizer that has taken the most; None if there is none."""
-        return max(self.steps.values(), default=None)
+        """The steps of the optimizer that has taken the most, in a report of the first one; None if there is none."""
+        return self.optimizers[0].step if self.optimizers else max(self.steps.values(), default=None)
 
     @property
     def waits_for(self) -> str:
@@ -80,9 +82,14 @@ class RankStatus(WorkerStatus):
         return self.waits[0].waited_s if self.waits else 0.0
 
     @property
+    def process(self) -> Process | None:
+        """Its process, as the system describes it; None if that is not known."""
+        return next((each for each in self.processes if each.pid == self.pid), None)
+
+    @property
     def state(self) -> str:
         """The state of the process, as psutil names it; "" if it is not known."""
-        return next((each.state for each in self.processes if each.pid == self.pid), "")
+        return "" if self.process is None else self.process.state
 
     @property
     def main(self) -> tuple[Frame, ...]:
@@ -139,3 +146,103 @@ def _is_of_a_package(frame: Frame) -> bool:
 def sorted_by_rank(those: Iterable[RankStatus]) -> list[RankStatus]:
     """Returns them by rank; those without one at the end, by number."""
     return sorted(those, key=lambda each: (each.rank is None, each.rank, each.worker))
+
+
+def in_short(number: float) -> str:
+    """Returns a number with three digits or so."""
+    if number >= 100:
+        return f"{number:.0f}"
+    return f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+
+
+def bytes_in_short(count: float) -> str:
+    """Returns bytes in units of powers of 1000, as networks and `free --si` count them."""
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
+    scale, unit = next((each for each in units if count >= each[0]), (1e3, "kB"))
+    return f"{count / scale:.{0 if count >= 10 * scale else 1}f} {unit}"
+
+
+# -- what the views show
+
+
+class LiveColumn(NamedTuple):
+    """``importance``: the columns with the lowest are left out first on narrow terminals."""
+
+    importance: int
+    cell: Callable[[RankStatus], str | None]
+
+
+LIVE_COLUMNS: Mapping[str, LiveColumn] = {
+    "step": LiveColumn(6, lambda rank: None if rank.step is None else str(rank.step)),
+    "steps/s": LiveColumn(5, lambda rank: None if rank.rate is None else in_short(rank.rate)),
+    "samples/s": LiveColumn(4, lambda rank: None if rank.sample_rate is None else in_short(rank.sample_rate)),
+    "memory": LiveColumn(2, lambda rank: bytes_in_short(rank.memory) if rank.memory else None),
+    "CPU": LiveColumn(1, lambda rank: None if rank.cpu_use is None else f"{rank.cpu_use:.0%}"),
+    "GPU": LiveColumn(3, lambda rank: None if rank.gpu_use is None else f"{rank.gpu_use:.0%}"),
+}
+
+
+class Metric(NamedTuple):
+    """A value of each rank for Prometheus; None where a rank has none. Gauges are of ranks that run."""
+
+    name: str
+    kind: str
+    about: str
+    value: Callable[[RankStatus], float | None]
+
+
+METRICS = (
+    Metric(
+        "hvdlite_resident_bytes", "gauge", "Resident memory of the rank's process.", lambda rank: rank.memory or None
+    ),
+    Metric(
+        "hvdlite_cpu_seconds_total",
+        "counter",
+        "Processor time of the rank's process.",
+        lambda rank: rank.cpu_s if rank.memory else None,
+    ),
+    Metric(
+        "hvdlite_waiting_seconds",
+        "gauge",
+        "For how long the rank has waited for other ranks; 0 if it does not.",
+        lambda rank: rank.waited_s if rank.steps or rank.waits_for else None,
+    ),
+    Metric(
+        "hvdlite_silent",
+        "gauge",
+        "Whether the rank did not answer: it is stopped, or an extension holds the interpreter's lock.",
+        lambda rank: rank.is_silent,
+    ),
+)
+
+
+def _buckets(rank: RankStatus) -> str | None:
+    return f"{rank.optimizers[0].sent} of {rank.optimizers[0].buckets}" if rank.optimizers else None
+
+
+def _waits(rank: RankStatus) -> str | None:
+    if rank.waits:
+        return rank.waits[0].what
+    missing = rank.optimizers[0].missing if rank.optimizers else ()
+    return f"no gradient yet: {', '.join(missing)}" if missing else None
+
+
+# Of reports, by name; "–" stands for None.
+REPORT_COLUMNS: Mapping[str, Callable[[RankStatus], object]] = {
+    "rank": lambda rank: rank.rank,
+    "worker": lambda rank: rank.worker,
+    "host": lambda rank: rank.host,
+    "pid": lambda rank: rank.pid,
+    "state": lambda rank: rank.state or None,
+    "cpu s": lambda rank: None if rank.process is None else f"{rank.process.cpu_s:.1f}",
+    "MiB": lambda rank: None if rank.process is None else f"{rank.process.memory / 2**20:.0f}",
+    "step": lambda rank: rank.step,
+    "buckets": _buckets,
+    "waits for": _waits,
+}
+
+
+def report_table(ranks: Sequence[RankStatus]) -> list[list[str]]:
+    """Returns the rows of a report's table, the names of the columns first."""
+    rows = [[cell(rank) for cell in REPORT_COLUMNS.values()] for rank in ranks]
+    return [[*REPORT_COLUMNS], *(["–" if each is None else str(each) for each in row] for row in rows)]

@@ -17,7 +17,8 @@ from typing import Any
 
 from ..workers.failure_message import JobOutcome
 from .job_facts import JobFacts, WorkerEnd
-from .job_view import JobView, age, bytes_in_short, count_of, in_short
+from .job_view import JobView, age, count_of
+from .rank_status import bytes_in_short, in_short
 
 PAGE = ".html"
 """The end of the name of a file for ``--summary`` that is written as a page."""

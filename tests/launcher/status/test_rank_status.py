@@ -31,7 +31,19 @@ def test_an_answer_has_the_threads_waits_and_optimizers_of_a_rank():
     assert known.state == "sleeping"
     assert list(known.report_data()) == [
         *("worker", "rank", "host", "pid", "processes", "threads", "waits", "optimizers", "libraries", "addresses"),
-        *("silent_s", "source", "can_answer", "is_ending", "has_come", "load", "cores", "state", "place", "is_waiting"),
+        *(
+            "silent_s",
+            "source",
+            "can_answer",
+            "is_ending",
+            "has_come",
+            "load",
+            "cores",
+            "nccl",
+            "state",
+            "place",
+            "is_waiting",
+        ),
     ]
     assert known.report_data()["optimizers"][0] == {
         "optimizer": "optimizer 1", "step": 4, "phase": "p", "buckets": 3, "sent": 1, "missing": ("w",)
