@@ -8,7 +8,7 @@ which the data of each registration is a function without arguments, which the a
 
 Modules import only what stands before them:
 
-    worker_processes < forked_workers < worker_hooks < collect < status_collector < agent < remote_parent
+    worker_processes < forked_workers < worker_hooks < nccl_view < collect < status_collector < agent < remote_parent
 
 The workers themselves import `path/sitecustomize` at their start, and `worker_hooks` with torch.
 """

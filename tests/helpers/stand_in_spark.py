@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -86,8 +87,9 @@ class SparkContext:
         if self.together is not None:
             self.together.abort()
         for child in psutil.Process().children():
-            if "hvdlite.spark" in child.cmdline():
-                child.kill()
+            with contextlib.suppress(psutil.Error):  # it has ended, or is another test's
+                if "hvdlite.spark" in child.cmdline():
+                    child.kill()
 
     def statusTracker(self) -> Any:  # noqa: N802
         stage = SimpleNamespace(currentAttemptId=self.attempt, numActiveTasks=int(self.begun), numCompletedTasks=0)
