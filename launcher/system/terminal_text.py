@@ -2,7 +2,8 @@
 
 A worker, ssh, or an agent on another host may write any bytes. On a terminal they could change its title, hide lines,
 or draw lines that no program wrote. ``ESC`` is shown as ``\\x1b``, and so are other control characters, except those
-that training programs need: newline, tab, carriage return and colours. Files and pipes get every byte unchanged.
+that training programs need: newline, tab, carriage return, colours, and backspaces within the text that they follow.
+Files and pipes get every byte unchanged.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ _CONTROLS = re.compile(
     _COLOUR.encode()
     + rb"|[\xc2-\xdf][\x80-\xbf]|\xe0[\xa0-\xbf][\x80-\xbf]|[\xe1-\xef][\x80-\xbf]{2}"
     + rb"|\xf0[\x90-\xbf][\x80-\xbf]{2}|[\xf1-\xf4][\x80-\xbf]{3}"
-    + rb"|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
+    + rb"|[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f]"
 )
 # Bytes that could not be decoded are surrogates in a str.
 _CONTROLS_IN_TEXT = re.compile(_COLOUR + "|[\x00-\x08\x0b-\x1f\x7f-\x9f\udc80-\udc9f]")
+# A text, colours, and backspaces, as some progress bars write them: Keras goes back to the beginning of its line so.
+_BACK = re.compile(f"([ -~]+)((?:{_COLOUR})*)(\\x08*)|{_COLOUR}|\\x08+".encode())
 _ERASE, _UNWRAPPED, _WRAPPED = "\r\x1b[K", "\x1b[?7l", "\x1b[?7h"
 
 
@@ -35,7 +38,14 @@ def visible_bytes(data: bytes) -> bytes:
     """Returns a worker's lines, to be shown after a prefix, with control characters visible."""
     if not data.translate(None, _PLAIN):  # the usual case, also for large amounts of output
         return data
-    return _CONTROLS.sub(_visible_match, data)
+    data = _CONTROLS.sub(_visible_match, data)
+    return _BACK.sub(_back_within_the_text, data) if b"\b" in data else data
+
+
+def _back_within_the_text(match: re.Match[bytes]) -> bytes:
+    """Removes the backspaces that may lead beyond the text before them, into the prefix of the line."""
+    text, colours, back = match.groups()
+    return match[0].replace(b"\b", b"") if text is None else text + colours + back[: len(text)]
 
 
 def _visible_match(match: re.Match[bytes]) -> bytes:

@@ -355,6 +355,20 @@ def test_on_a_terminal_what_would_command_it_is_seen_and_colours_and_bars_still_
     assert shown.endswith(b"[0]<stderr>:\\x1b[?25l end\n")
 
 
+def test_on_a_terminal_a_backspace_leads_no_further_back_than_to_the_begin_of_its_own_text():
+    fake = b"ab\b\b\b\b\b\b\b\b\b\b\b\b\b\b[1]<stdout>:not said by rank 1\n"
+    assert _on_terminal({"NO_COLOR": "1"}, Output(0, "stdout", fake)) == (
+        b"[0]<stdout>:ab\b\b[1]<stdout>:not said by rank 1\n"
+    )
+
+
+def test_a_bar_that_goes_back_by_backspaces_is_drawn_in_place():
+    written = b"\r 1/2 \x1b[32m.\x1b[0m 3s", b"\b" * 9 + b"\r 2/2", b" \x1b[32m..\x1b[0m 0s\n"
+    shown = _on_terminal({"NO_COLOR": "1"}, *(Output(0, "stdout", data) for data in written))
+    bar = b"\x1b[?7l[0]<stdout>: 1/2 \x1b[32m.\x1b[0m 3s\b\b\b\x1b[?7h"
+    assert shown == bar + b"\r\x1b[K[0]<stdout>: 2/2 \x1b[32m..\x1b[0m 0s\n"
+
+
 def test_the_last_words_on_a_terminal_quote_nothing_that_commands_it():
     terminal, stream = pty.openpty()
     events = SimpleQueue()

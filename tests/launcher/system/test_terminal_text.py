@@ -23,6 +23,27 @@ def test_no_command_passes_however_the_bytes_are_put_together(data):
     assert not re.search(rb"(?<![\x80-\xff])[\x80-\x9f]", shown)
 
 
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (b"12%\b\b\b13%", b"12%\b\b\b13%"),
+        (b"|\b/\b-", b"|\b/\b-"),
+        (b"\x1b[32m|\x1b[0m\b/", b"\x1b[32m|\x1b[0m\b/"),
+        (b"\x1b[32m\b\b\b", b"\x1b[32m"),
+        (b"ab\n\b\bcd\b\b\b", b"ab\ncd\b\b"),
+        (b"caf\xc3\xa9\b\b", b"caf\xc3\xa9"),
+        (b"\x1b[2\b\b\b\b\b\b\b\b", b"\\x1b[2" + b"\b" * 6),
+    ],
+)
+def test_a_backspace_stays_within_the_text_that_it_follows(written, shown):
+    assert visible_bytes(written) == shown
+
+
+def test_text_with_backspaces_takes_no_longer_the_longer_it_is():
+    data = b"\b" + b"a" * 3_000_000
+    assert visible_bytes(data) == data[1:]
+
+
 @given(st.text(alphabet=st.characters(blacklist_categories=("Cc", "Cs"))))
 def test_text_of_any_language_is_as_it_was(text):
     assert visible_bytes(text.encode()) == text.encode()
