@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -146,9 +145,10 @@ def run_script(script: DiscoveryScript, is_closed: Callable[[], bool]) -> bytes:
     """Returns the output of one run; raises `ScriptError` if it fails. Ends all processes that the run started.
 
     The run is killed if it takes too long, prints too much, or ``is_closed`` returns True. It prints into files: a
-    process that it has left running may keep these open, and nobody waits for it.
+    process that it has left running may keep these open, and nobody waits for it. They are in memory: on a full disk a
+    list of hosts would be short or empty, which would end their ranks.
     """
-    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+    with _file("stdout") as stdout, _file("stderr") as stderr:
         process = subprocess.Popen(
             process_tree.as_before(["/bin/sh", "-c", script.command]),
             cwd=script.cwd,
@@ -176,6 +176,10 @@ def run_script(script: DiscoveryScript, is_closed: Callable[[], bool]) -> bytes:
         if _size(stdout) > _MOST_BYTES:
             raise ScriptError("it printed more than any list of hosts has")
         return os.pread(stdout.fileno(), _MOST_BYTES, 0)
+
+
+def _file(name: str) -> IO[bytes]:
+    return os.fdopen(os.memfd_create(name), "w+b")
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:

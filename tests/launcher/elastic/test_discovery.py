@@ -4,6 +4,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from queue import SimpleQueue
@@ -76,6 +77,11 @@ def test_a_script_has_the_limit_of_open_files_that_the_launcher_was_started_with
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(process_tree, "_AT_START", (123, hard))
     assert run("ulimit -S -n", tmp_path) == b"123\n"
+
+
+def test_a_script_needs_no_room_on_a_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
+    assert run("echo a:2", tmp_path) == b"a:2\n"
 
 
 def is_running(pid: int) -> bool:
