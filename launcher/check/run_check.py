@@ -193,7 +193,7 @@ class ReplyCollector:
         give_up_at = clock() + patience_s
         while waiting := [worker for worker in self._workers.values() if not worker.is_done]:
             try:
-                self._on(events.get(timeout=max(0.0, give_up_at - clock())))
+                self._on(events.get(timeout=max(0.0, give_up_at - clock())), doing)
             except Empty:
                 for worker in waiting:
                     worker.end(f"{doing} took more than {patience_s:g} s; --start-timeout allows more time")
@@ -204,7 +204,7 @@ class ReplyCollector:
             for worker in self._workers.values()
         }
 
-    def _on(self, event: Event) -> None:
+    def _on(self, event: Event, doing: str) -> None:
         match event:
             case Output():
                 self._shown(event)
@@ -217,7 +217,7 @@ class ReplyCollector:
                 self._log(f"pid {event.pid} on {self._workers[event.worker].host.label}")
             case Exited(number, returncode):
                 worker = self._workers[number]
-                last = (worker.stderr.lines() or ["it wrote nothing to stderr"])[-1]
+                last = (worker.stderr.lines() or [f"{doing} failed, and wrote nothing to stderr"])[-1]
                 worker.end(f"{last} (exit code {shell_code(returncode)})" if returncode else None)
             case Refused() | Lost():
                 for worker in self._workers.values():

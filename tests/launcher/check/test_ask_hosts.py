@@ -43,6 +43,11 @@ def test_a_failure_is_one_host_s_alone():
     assert replies["b"] == Reply(("x",))
 
 
+def test_a_program_that_crashes_without_a_word_is_told_by_what_it_did():
+    replies, *_ = _collect(Exited(0, -11), *OTHERS)
+    assert replies["a"] == Reply(trouble="looking failed, and wrote nothing to stderr (exit code 139)")
+
+
 @pytest.mark.parametrize(
     ("event", "host"),
     [
