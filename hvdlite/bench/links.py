@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -233,6 +234,8 @@ class SlowLinks(Command):
         self._count = 2 if self.hosts is None else self.hosts
         if self._count < 2:
             raise OptionError("--hosts: a host that is alone has no link: say at least 2")
+        if "ddp-powersgd" in self.techniques and importlib.util.find_spec("numpy") is None:
+            raise OptionError("--techniques: ddp-powersgd: PyTorch's hook needs numpy, which is not installed")
         self._workload = workload_of(self.model)
         self._rows = self.batch or self._workload.rows
         about: Row = {"model": self._workload.name, "batch": self._rows}
@@ -297,21 +300,28 @@ class SlowLinks(Command):
         self.notes = [*self.notes, shares]
         words = [sys.executable, "-m", "hvdlite.bench", self.name, "--rates", AS_IS, "--device", "cpu"]
         words += ["--techniques", ",".join(self.techniques), "--model", self.model, "--batch", f"{self._rows}"]
-        with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
-            for case in self.cases:
-                ranks.progress(case.label)
-                hosts.limit(case.label)
-                failure = failure_of(hosts.start([*words, "--steps", f"{self.steps}", "--json", file.name], os.environ))
+        words += ["--steps", f"{self.steps}", "--json"]
+        for case in self.cases:
+            ranks.progress(case.label)
+            hosts.limit(case.label)
+            # The command tells of its progress and of its files, which is for users of a job of their own.
+            with (
+                tempfile.NamedTemporaryFile("r", suffix=".json") as file,
+                tempfile.TemporaryFile("w+", errors="replace") as said,
+            ):
+                failure = failure_of(hosts.start([*words, file.name], os.environ, said))
                 hosts.end_ranks()
                 if failure is not None:
+                    said.seek(0)
+                    print(said.read(), end="", file=sys.stderr, flush=True)
                     case.skipped, self._failed = failure, True
                     continue
                 found = json.loads(Path(file.name).read_text())
-                self._about = {key: found[key] for key in ("ranks", "hosts", "threads_per_rank")}
-                for row in found["rows"]:
-                    case.samples[row["technique"]] = row["samples_s"]
-                    self.sent[case.label][row["technique"]] = row["samples_bytes"]
-                ranks.progress(case.label, self.steps)
+            self._about = {key: found[key] for key in ("ranks", "hosts", "threads_per_rank")}
+            for row in found["rows"]:
+                case.samples[row["technique"]] = row["samples_s"]
+                self.sent[case.label][row["technique"]] = row["samples_bytes"]
+            ranks.progress(case.label, self.steps)
 
     def title(self) -> str:
         made = " (network namespaces)" if self._makes_hosts else ""

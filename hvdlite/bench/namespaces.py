@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from typing import IO
 
 from .arguments import OptionError
 
@@ -103,7 +104,9 @@ class Hosts:
             _within(member, "tc", "qdisc", "replace", "dev", _INTERFACE, "root", *bucket)
             _within(self._switch, "tc", "qdisc", "replace", "dev", _port(number), "root", *bucket)
 
-    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> list[subprocess.Popen[bytes]]:
+    def start(
+        self, command: Sequence[str], environ: Mapping[str, str], stderr: IO[str] | None = None
+    ) -> list[subprocess.Popen[bytes]]:
         """Starts the ranks of a job, one on each host and core, as torchrun would, without stdout."""
         self._ranks = []
         for number, member in enumerate(self._members):
@@ -127,6 +130,7 @@ class Hosts:
                 env={"TORCH_CPP_LOG_LEVEL": "ERROR", **environ, **told},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                stderr=stderr,
                 start_new_session=True,
             )
             self._ranks.append(rank)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +53,13 @@ def test_what_makes_no_sense_is_refused_in_one_line(words, message):
     with pytest.raises(OptionError) as error:
         parse(["links", *words.split()], is_first=True)
     assert str(error.value).startswith(f"hvdlite.bench links: {message}")
+
+
+def test_a_package_that_a_technique_needs_is_named_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(links.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(OptionError, match=r"^--techniques: ddp-powersgd: PyTorch's hook needs numpy"):
+        SlowLinks()
+    assert SlowLinks(techniques=("ddp", "int8")).techniques == ("ddp", "int8")
 
 
 def test_bytes_are_those_of_the_busiest_interface_but_loopback():
@@ -133,6 +143,35 @@ def test_a_rank_that_is_alone_or_in_a_job_cannot_measure_what_was_asked(monkeypa
     assert prepared(SlowLinks()).startswith(
         "it makes hosts of its own: start it outside of any job, or pass --rates as-is"
     )
+
+
+ROW = {"technique": "none", "samples_s": [2.0], "samples_bytes": [4.0]}
+FOUND = {"ranks": 2, "hosts": ["host0", "host1"], "threads_per_rank": 1, "rows": [ROW]}
+
+
+class MadeHosts:
+    """Hosts whose ranks say something, and measure nothing or fail."""
+
+    cores = 2
+
+    def __init__(self, exit_code: int) -> None:
+        self._ends = f"import sys; print('what a rank says', file=sys.stderr); sys.exit({exit_code})"
+
+    def limit(self, rate: str) -> None: ...
+
+    def start(self, command, environ, stderr):
+        Path(command[-1]).write_text(json.dumps(FOUND))
+        return [subprocess.Popen([sys.executable, "-c", self._ends], stderr=stderr)]
+
+    def end_ranks(self) -> None: ...
+
+
+@pytest.mark.parametrize("exit_code", [0, 3])
+def test_what_ranks_of_its_own_hosts_say_is_told_if_they_fail(exit_code, capsys):
+    command = SlowLinks(rates=("1gbit",), techniques=("none",))
+    command._run_on(MadeHosts(exit_code), SimpleNamespace(progress=lambda *_: None))
+    assert capsys.readouterr().err == ("what a rank says\n" if exit_code else "")
+    assert command.cases[0].samples == ({} if exit_code else {"none": [2.0]})
 
 
 @pytest.mark.parametrize(
