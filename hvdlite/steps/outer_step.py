@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -60,7 +61,8 @@ class OuterStep(WrappingStep):
         self._rule = rule
         self._local = inner.plan.ranks
         self._hosts = world.ranks.size // self._local.size
-        self._links: Links | None = None
+        # Those over all hosts, once they are open: a list, since what opens them must not refer to the optimizer.
+        self._links: list[Links] = []
         self._buckets: list[OuterBucket] = []
         self._frozen: list[tuple[str, Tensor]] = []
         # The steps of all training, and those in this world, which no checkpoint changes.
@@ -96,17 +98,11 @@ class OuterStep(WrappingStep):
 
     @property
     def open_links(self) -> Callable[[Group], Links]:
-        return self._open
-
-    def _open(self, group: Group) -> Links:
-        """Opens the groups within and across hosts, on all ranks. Returns the links among the ranks of this host."""
-        legs = 2 if isinstance(self._rule.compression, Codec) and self._hosts > 2 else 1
-        self._links = Links.in_legs(group, legs)
-        return Links(self._links.legs[0].within)
+        return partial(_open, self._links, 2 if isinstance(self._rule.compression, Codec) and self._hosts > 2 else 1)
 
     def _opened(self) -> Links:
-        assert self._links is not None, "the first step has opened them"
-        return self._links
+        assert self._links, "the first step has opened them"
+        return self._links[0]
 
     @property
     def is_sending(self) -> bool:
@@ -271,7 +267,7 @@ class OuterStep(WrappingStep):
         engine = self._world.engine
         engine.require_own("optimizer.averaged()")
         buckets = [bucket for bucket in self._buckets if bucket.anchor is not None]
-        if buckets and self._links is None and self._local.size > 1:
+        if buckets and not self._links and self._local.size > 1:
             engine.connected()
         if self._is_shown or not buckets:
             yield
@@ -423,6 +419,12 @@ class OuterStep(WrappingStep):
                 "the checkpoint's outer state is of other buckets: use the same bucket_cap_mb and groups"
                 f"{consolidated}, {way_out}"
             )
+
+
+def _open(opened: list[Links], legs: int, group: Group) -> Links:
+    """Opens the groups within and across hosts, on all ranks. Returns the links among the ranks of this host."""
+    opened[:] = [Links.in_legs(group, legs)]
+    return Links(opened[0].legs[0].within)
 
 
 def _numels(buckets: Sequence[OuterBucket]) -> dict[str, int]:

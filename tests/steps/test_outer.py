@@ -7,6 +7,7 @@ import gc
 import math
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -756,6 +757,23 @@ def test_join_is_not_refused_for_an_optimizer_that_is_gone_on_one_rank():
         return hvd.join()
 
     assert len(set(run_worlds(2, rank))) == 1
+
+
+def test_one_that_is_gone_before_its_first_step_is_not_kept_for_the_opening_of_its_engine():
+    def rank(group: Group) -> bool:
+        model = make_model()
+        optimizer = wrap(group, model, OUTERS["LocalSGD"])
+        reducer = ref(optimizer._reducer)
+        del optimizer
+        # What finalizers leave, the next collection takes; and while another rank collects, this does nothing.
+        for _ in range(100):
+            gc.collect()
+            if reducer() is None:
+                break
+            time.sleep(0.01)
+        return reducer() is None
+
+    assert on("2 hosts", rank) == [True, True]
 
 
 def test_steps_that_survive_a_lost_rank_are_refused():
