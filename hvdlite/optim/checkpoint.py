@@ -20,6 +20,7 @@ import json
 import os
 import pickle
 import random
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -332,8 +333,8 @@ def _require_savable(name: str, value: Any) -> None:
         torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise TypeError(
-            f"save_checkpoint: {name} cannot be saved, or not be loaded safely: {_first_line(error)}: save tensors, "
-            "numbers, texts, and lists and dicts of these"
+            f"save_checkpoint: {name} cannot be saved, or not be loaded safely: {_why(error)}: save tensors, numbers, "
+            "texts, and lists and dicts of these"
         ) from error
 
 
@@ -359,16 +360,20 @@ def read(path: str) -> dict[str, Any]:
         raise OSError(error.errno, error.strerror, path) from error
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} is no checkpoint that can be loaded safely, as tensors and values alone: {_first_line(error)}"
+            f"{path} is no checkpoint that can be loaded safely, as tensors and values alone: {_why(error)}"
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise ValueError(f"{path} is no checkpoint, or was cut off: {_first_line(error)}") from error
+        raise ValueError(f"{path} is no checkpoint, or was cut off: {_why(error)}") from error
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise ValueError(f"{path} is no checkpoint: it has a {type(content).__name__}, and not a dict of names")
     return content
 
 
-def _first_line(error: BaseException) -> str:
+def _why(error: BaseException) -> str:
+    if isinstance(error, pickle.UnpicklingError):
+        # PyTorch's first line says how the file could be loaded all the same.
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        return "it has contents of another kind" if found is None else f"it has {found[1]}, which could run any code"
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
