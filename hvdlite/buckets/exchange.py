@@ -102,6 +102,7 @@ class ExchangeWork:
         """An error on this rank alone. With `Exchange.tells_failures` all ranks learn of it at the end of the step."""
 
     def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
         for work in self.works:  # noqa: SIM110 - asked for each bucket during backward, where a generator takes longer
             if not work.is_completed():
                 return False

@@ -84,6 +84,13 @@ def two_passes_step(optimizer, model, rank, step):
     optimizer.step()
 
 
+def zeroing_step(optimizer, model, rank, step):
+    """Autograd adds to gradients of zeros, which lie in the buckets."""
+    optimizer.zero_grad(set_to_none=False)
+    loss_of(model, rank, step).backward()
+    optimizer.step()
+
+
 def thawing_step(optimizer, model, rank, step):
     """Each half of the parameters is frozen while the gradients of the other are computed."""
     optimizer.zero_grad()
@@ -164,7 +171,10 @@ FORMS = [
     (scaled_step, {}),
     (weighted_step, {}),
     (two_passes_step, {}),
+    (zeroing_step, {}),
     (thawing_step, {}),
+    # Each pass is the first of two.
+    (plain_step, {"backward_passes_per_step": 2}),
     (plain_step, {"max_norm": 1e9}),
     (plain_step, {"groups": 2}),
 ]
