@@ -106,10 +106,14 @@ class SignalSaver:
         raise SystemExit(0)
 
     def _requeue(self) -> None:
+        # Slurm sends its signal to all processes of the job, to some hosts later: it would end scontrol, too, which
+        # ignores what is ignored here.
+        for signum in self._before:
+            signal.signal(signum, signal.SIG_IGN)
         command = ["scontrol", "requeue", self._slurm_job]
         try:
             ended = subprocess.run(command, capture_output=True, text=True, timeout=_REQUEUE_TIMEOUT_S, check=False)
-            why = ended.stderr.strip() if ended.returncode else None
+            why = (ended.stderr.strip() or f"its exit code is {ended.returncode}") if ended.returncode else None
         except (OSError, subprocess.SubprocessError) as error:  # it cannot be started any more, or hangs
             why = str(error)
         if why is not None:

@@ -96,6 +96,20 @@ def test_rank_0_requeues_the_job_of_slurm_once_all_have_saved(tmp_path, monkeypa
     assert (tmp_path / "asked").read_text() == "requeue 77\n"
 
 
+def test_the_signal_of_slurm_that_reaches_scontrol_too_does_not_end_it(tmp_path, monkeypatch, caplog):
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\nkill -USR1 $$\necho "$@" > {tmp_path}/asked\nexit 3\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    # Not in a rank, which is a thread here: only the main thread has signals.
+    saver = signal_saver.SignalSaver(lambda: None, (signal.SIGUSR1,), stop=True, slurm_job="77")
+    try:
+        saver._requeue()
+    finally:
+        saver.close()
+    assert (tmp_path / "asked").read_text() == "requeue 77\n"
+    assert "scontrol requeue 77 failed: its exit code is 3" in caplog.text
+
+
 def test_a_requeue_that_hangs_is_an_error_in_the_log_and_the_ranks_end_as_if_it_had_worked(
     tmp_path, monkeypatch, caplog
 ):
