@@ -134,7 +134,7 @@ class InFlight:
         self._begun.wait()
 
 
-class FurtherRounds:
+class LateGradients:
     """Sends gradients of one step that came after their bucket was sent, of parameters that were unfrozen within it.
 
     A parameter that no rank trained in the last step is not waited for in backward, and a bucket of such parameters
@@ -202,7 +202,7 @@ class BucketQueue:
         self._last: Bucket | None = None
         self._holds_last = False
         # Those that are launched once more for late gradients.
-        self._further = FurtherRounds(())
+        self._further = LateGradients(())
         # Those that are, in order.
         self._launched: list[Bucket] = []
         # The launched ones that are not finished, at the end of `_launched`.
@@ -218,7 +218,7 @@ class BucketQueue:
 
     def begin(self, buckets: Sequence[Bucket], *, holds_last: bool = False) -> None:
         """Starts a step with these buckets, in plan order. ``holds_last``: the last is not sent in backward."""
-        self._further = FurtherRounds(buckets)
+        self._further = LateGradients(buckets)
         self._waiting.extend([bucket for bucket in buckets if not bucket.asleep])
         self._last, self._holds_last = self._waiting[-1] if self._waiting else None, holds_last
 

@@ -4,7 +4,7 @@ The built-in exchanges whose wires are summed.
     AllReduce            casts a bucket if there is a cast compression, sums it over all ranks, and divides it
     ReduceToParts        does the same with this rank's part of it alone, where ranks share the optimizer's work
     CompressedAllReduce  compresses gradients by a user's own compression, sums the wires over all ranks, divides them
-    StepAdasum           combines by Adasum what each rank's own optimizer step has changed (arXiv 2006.02924)
+    AdasumExchange           combines by Adasum what each rank's own optimizer step has changed (arXiv 2006.02924)
     SingleRank           does nothing, for a single rank
 
 `exchange_state` makes one for an optimizer; `in_flight` and `adasum_step` call it for each bucket. Sparse gradients
@@ -247,7 +247,7 @@ class _Packed(ExchangeWork):
         self._pack.packed.clear()
 
 
-class StepAdasum(_OverAllRanks):
+class AdasumExchange(_OverAllRanks):
     """Combines what the ranks' optimizer steps have changed by Adasum, with a dot product for each parameter."""
 
     word = "Adasum"

@@ -1,6 +1,6 @@
 """
-`exchange_of` makes an optimizer's exchange, by its settings. `ExchangeState` is what that keeps of gradients, in
-checkpoints and while the scale of losses changes.
+`exchange_of` makes an optimizer's exchange, by its settings. `ExchangeState` keeps the exchange's residuals right where
+GradScaler changes the scale of losses, and has them in checkpoints.
 
     scaler.step(optimizer) ── asks the optimizer for an attribute: see_scaler ── next step: begin_step: Exchange.rescale
     optimizer.weighted ── losses are divided by a reference, another in each step ───┘
@@ -27,7 +27,7 @@ from ..buckets.settings import Settings
 from ..comm.reduce_op import Adasum
 from ..compression.approximations import LowRank
 from ..compression.custom import CustomCompression
-from .builtin_exchanges import AllReduce, CompressedAllReduce, ReduceToParts, SingleRank, StepAdasum
+from .builtin_exchanges import AdasumExchange, AllReduce, CompressedAllReduce, ReduceToParts, SingleRank
 from .host_sums import HostSumExchange
 from .low_rank_exchange import LowRankExchange
 
@@ -43,7 +43,7 @@ def exchange_of(settings: Settings, size: int, sharers: int = 1) -> Exchange:  #
             raise TypeError(f"exchange={settings.exchange!r} made {exchange!r}, which is not an hvd.Exchange")
         return exchange
     if settings.op is Adasum:
-        return StepAdasum(settings)
+        return AdasumExchange(settings)
     if isinstance(settings.compression, CustomCompression):
         return CompressedAllReduce(settings)
     if settings.leaves_gradients(size):

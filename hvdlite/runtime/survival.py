@@ -360,7 +360,7 @@ class Survival:
         self._followers.append(weakref.ref(follower))
 
     def _living(self) -> dict[str, Follower]:
-        """The followers, by names that are equal on all ranks."""
+        """Returns the followers (`follow`) that the garbage collector has left, by names equal on all ranks."""
         named: dict[str, Follower] = {}
         # From the newest on: older ones may wait on some ranks for the garbage collection.
         for follower in (each() for each in reversed(self._followers)):

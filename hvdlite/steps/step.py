@@ -111,7 +111,7 @@ class Step:
         return True
 
     def stepping(self) -> AbstractContextManager[None]:
-        """A context around the optimizer's own step."""
+        """Returns the context of the optimizer's own step; with Adasum the ranks combine what it has changed."""
         return nullcontext()
 
     def sit_out(self, average_of_active: bool) -> bool:

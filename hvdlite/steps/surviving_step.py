@@ -7,8 +7,8 @@
                                                       └─ discarded on all ranks
 
 `runtime.survival` connects to the ranks that are left, and decides with their reports which of the three it is. They
-are in a new world then, where the `Reducer`, the step's `Owner`, makes a new `SurvivingStep`: the old one's `finish`
-goes on with that, and returns once all ranks have done the same with the step.
+are in a new world then, where the `Reducer`, the step's `Owner`, makes a new `SurvivingStep`: `finish` of the
+old one has that finish the step, and returns when all ranks have used it, or discarded it.
 """
 
 from __future__ import annotations

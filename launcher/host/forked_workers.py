@@ -186,7 +186,7 @@ class ForkedWorkers:
     # --------------------------------------------------------------- the workers
 
     def ask(self, number: int, environment: Mapping[str, str], start_anew: Callable[[Sequence[int]], None]) -> bool:
-        """Asks for a worker with this whole environment; returns False if it must be started in the other way.
+        """Asks for a worker with this whole environment; returns False if it must be a new interpreter.
 
         Otherwise ``on_started`` is called, or ``start_anew`` with the signals that have come for it meanwhile.
         """

@@ -123,7 +123,7 @@ class Stop(OnFailure):
 
 
 ON_FAILURE: dict[str, OnFailure] = {each.name: each for each in (Replace(), Shrink(), Blacklist(), Stop())}
-"""The answers to a failure by their names."""
+"""The policies of ``--on-failure`` by their names."""
 
 
 @dataclass(frozen=True)
