@@ -89,13 +89,20 @@ def present_ranks(store: Store, rank: int, size: int, timeout_s: float) -> list[
 def connect_both_ways(store: Store, own: int) -> None:
     """Tries a TCP connection from each of two ranks to the other; both call it, ``own`` is 0 or 1.
 
-    Raises a `BlockedError` on both if it fails in a direction. Nobody accepts the connections, and nothing is sent.
+    Raises a `BlockedError` on both if it fails in a direction, and a RuntimeError if one of them cannot listen. Nobody
+    accepts the connections, and nothing is sent.
     """
-    address = address_for_others()
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family) as listener:
+    try:
+        address = address_for_others()
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError as error:
+        store.set(f"address/{own}", "null")  # or the other one would wait for it until the store's timeout
+        raise RuntimeError(f"it cannot listen on an address that other hosts reach: {error}") from error
+    with listener:
         store.set(f"address/{own}", json.dumps(listener.getsockname()[:2]))
         of_peer = json.loads(store.get(f"address/{1 - own}"))
+        if of_peer is None:
+            raise RuntimeError("the other host cannot listen on an address that this one reaches")
         why = ""
         try:
             socket.create_connection(tuple(of_peer), _TCP_S).close()
@@ -162,7 +169,7 @@ def main(roll_call_s: float) -> None:
                 if not error.own:  # the peer says why
                     continue
                 line["blocked"] = error.own
-            except (RuntimeError, OSError) as error:
+            except RuntimeError as error:
                 line["error"] = without_noise(str(error))
             print(json.dumps(line), flush=True)
 

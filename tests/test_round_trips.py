@@ -2,11 +2,14 @@
 
 import itertools
 import threading
+import time
 from collections import Counter
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from hvdlite import round_trips
 from hvdlite.round_trips import measure, present_ranks, rounds, without_noise
 
 
@@ -54,6 +57,32 @@ def test_pairs_are_measured_at_the_same_time():
 def test_a_partner_that_does_not_come_is_an_error():
     with pytest.raises(RuntimeError, match="did not connect"):
         measure(dist.HashStore(), 0, 1, patience_s=0.05)
+
+
+def test_who_cannot_listen_is_an_error_of_both_at_once(monkeypatch):
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=600))
+    address = threading.local()
+
+    def address_for_others():
+        if address.rank == 1:
+            raise OSError("there is no such interface")
+        return "127.0.0.1"
+
+    monkeypatch.setattr(round_trips, "address_for_others", address_for_others)
+
+    def meet(rank):
+        address.rank = rank
+        with pytest.raises(RuntimeError) as caught:
+            measure(store, rank, 1 - rank, patience_s=60)
+        return str(caught.value)
+
+    begun_s = time.monotonic()
+    assert _on_threads(2, meet) == [
+        "the other host cannot listen on an address that this one reaches",
+        "it cannot listen on an address that other hosts reach: there is no such interface",
+    ]
+    assert time.monotonic() - begun_s < 60
 
 
 def test_all_agree_on_who_is_there():
