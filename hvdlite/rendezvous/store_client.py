@@ -10,6 +10,7 @@ does not import torch.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -117,10 +118,16 @@ class StoreClient:
                 connection.close()
             if isinstance(error, BlockingIOError):
                 raise TimeoutError("no answer in time") from None
+            directory = os.path.dirname(self._path)
+            if isinstance(error, FileNotFoundError) and not os.path.exists(directory):
+                # Without the words by which an error says that another rank was lost.
+                raise ConnectionError(
+                    f"the job's directory {directory} has been removed, and with it the way to hvdlite-run's agent: "
+                    "let nothing clean it up while the job runs, or set TMPDIR to another place"
+                ) from error
             if isinstance(error, OSError):
                 raise ConnectionError(
-                    f"hvdlite-run's agent on this host has ended, or its socket {self._path} is gone, and with it the "
-                    f"job's store (socket closed: {error})"
+                    f"hvdlite-run's agent on this host has ended, and with it the job's store (socket closed: {error})"
                 ) from error
             raise
         finally:

@@ -150,6 +150,17 @@ def test_an_agent_that_is_gone_is_told_as_what_it_is(agents, stores):
         stores[0].get("k")
 
 
+def test_a_directory_of_the_job_that_was_removed_is_named_and_not_the_agent(tmp_path):
+    (tmp_path / "job").mkdir()
+    client = StoreClient(str(tmp_path / "job" / "store"))
+    with pytest.raises(ConnectionError, match="agent on this host has ended"):
+        client.get([b"k"])
+    (tmp_path / "job").rmdir()
+    with pytest.raises(ConnectionError, match=r"the job's directory .*/job has been removed.* clean it up") as caught:
+        client.get([b"k"])
+    assert not says_peer_lost(caught.value)  # which would blame another rank
+
+
 def test_gloo_meets_over_it(stores):
     def train(rank: int) -> torch.Tensor:
         group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", stores[rank]), rank, 2, TIMEOUT)
