@@ -16,7 +16,6 @@ which there are two: if the program has imported ``pytorch_lightning`` and not `
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
@@ -48,7 +47,13 @@ def _lightning_names() -> tuple[str, str]:
     """Returns the names of Lightning's two packages, for PyTorch and for what Fabric shares with it."""
     names = [("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")]
     for pair in sorted(names, key=lambda pair: pair[0] not in sys.modules):
-        if importlib.util.find_spec(pair[0].partition(".")[0]) is not None:
+        try:
+            # Not by its first name alone: a program may have a module `lightning` of its own.
+            importlib.import_module(pair[0])
+        except ModuleNotFoundError as error:
+            if error.name not in (pair[0], pair[0].partition(".")[0]):
+                raise  # one that Lightning itself needs
+        else:
             return pair
     raise ImportError("hvdlite.lightning needs PyTorch Lightning, which is not installed: pip install lightning")
 

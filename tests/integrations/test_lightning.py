@@ -218,6 +218,14 @@ def test_arguments_that_are_not_the_optimizers_or_not_the_users_are_refused(name
         HvdliteStrategy(**{name: 1})
 
 
+def test_a_module_of_the_programs_own_with_the_name_of_lightning_is_not_taken_for_it(rank_server, tmp_path):
+    (tmp_path / "lightning.py").write_text("")
+    program = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport hvdlite.lightning as own\nprint(own._PYTORCH)"
+    words = [sys.executable, *rank_server.python(), "-c", program]
+    said = subprocess.run(words, check=True, capture_output=True, timeout=200, text=True)
+    assert said.stdout.endswith("pytorch_lightning\n")
+
+
 def test_without_lightning_the_import_says_how_to_install_it(rank_server):
     program = (
         "import sys, hvdlite\nassert not {'lightning', 'pytorch_lightning'} & sys.modules.keys()\n"
