@@ -209,12 +209,15 @@ READ_BY_INIT: Mapping[str, Variable] = MappingProxyType(
 )
 """The variable of each field of `Environment`, by the field's name."""
 
+SPARK_START_TIMEOUT = Variable("SPARK_START_TIMEOUT", _seconds)
+"""It is read by `spark`."""
+
 OF_USERS = (
     *READ_BY_INIT.values(),
-    # hvdlite-run reads these, `spark` the third, and `rendezvous.rank_info` the secret.
+    # hvdlite-run reads the first two, and `rendezvous.rank_info` the secret.
     Variable("START_TIMEOUT"),
     Variable("ELASTIC_TIMEOUT"),
-    Variable("SPARK_START_TIMEOUT"),
+    SPARK_START_TIMEOUT,
     Variable("SECRET", is_horovods=False),
     Variable("SECRET_FILE", is_horovods=False),
 )

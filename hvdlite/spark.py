@@ -31,12 +31,13 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
+from .environment import SPARK_START_TIMEOUT
 from .errors import CommunicationError
 from .values import seconds, shown, whole_number
 
 __all__ = ["HorovodRunner", "run"]
 
-_START_TIMEOUT = ("HVDLITE_SPARK_START_TIMEOUT", "HOROVOD_SPARK_START_TIMEOUT")
+_START_TIMEOUT_S = 600.0
 # How long other ranks are given to fail too once one has, so that the error that is raised is the cause.
 _CAUSE_S = 5.0
 _POLL_S = 0.2
@@ -107,10 +108,12 @@ def run(
     variables = dict(env or {})
     if nics:
         variables["GLOO_SOCKET_IFNAME"] = variables["NCCL_SOCKET_IFNAME"] = ",".join(nics)
-    if start_timeout is None:
-        start_timeout = float(next(filter(None, map(os.environ.get, _START_TIMEOUT)), 600))
+    named: object = start_timeout
+    if named is None:
+        variable = SPARK_START_TIMEOUT.given_in(os.environ)
+        named = SPARK_START_TIMEOUT.read(variable) if variable.text else _START_TIMEOUT_S
     call = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
-    job = _Job(context, size, seconds(start_timeout, "start_timeout"))
+    job = _Job(context, size, seconds(named, "start_timeout"))
     shim = "hvdlite.horovod" in sys.modules
     return job.run(_Task(call, size, variables, executable, shim))
 
@@ -221,8 +224,9 @@ class _Job:
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(
                     f"spark.run(): Spark has not started {self._size} tasks at once within {self._start_timeout_s:g} s "
-                    f"(start_timeout=..., or {_START_TIMEOUT[0]}): it has {self._context.defaultParallelism} slots by "
-                    "spark.default.parallelism; give a smaller num_proc, or more executors"
+                    f"(start_timeout=..., or {SPARK_START_TIMEOUT.names[0]}): it has "
+                    f"{self._context.defaultParallelism} slots by spark.default.parallelism; give a smaller num_proc, "
+                    "or more executors"
                 )
 
     def _stages(self) -> list[Any]:

@@ -88,6 +88,16 @@ def test_arguments_that_have_no_meaning_are_refused(arguments, said):
         run(train, (1.0,), **arguments)
 
 
+@pytest.mark.parametrize("name", ["HVDLITE_SPARK_START_TIMEOUT", "HOROVOD_SPARK_START_TIMEOUT"])
+def test_a_variable_that_is_no_number_is_named_and_one_that_is_counts(context, monkeypatch, name):
+    monkeypatch.setenv(name, "soon")
+    with pytest.raises(ValueError, match=f"{name}='soon' is not a positive number of seconds"):
+        run(train, (1.0,), num_proc=3)
+    monkeypatch.setenv(name, "0.1")
+    with pytest.raises(TimeoutError, match=r"within 0.1 s"):
+        run(train, (1.0,), num_proc=3)
+
+
 def test_without_a_session_or_with_nonsense_for_ranks_the_error_says_so(monkeypatch):
     stand_in_spark.install(monkeypatch, None)
     with pytest.raises(RuntimeError, match="Could not find an active SparkContext"):
