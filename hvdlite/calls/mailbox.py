@@ -17,6 +17,7 @@ changed, dropped, replayed or sent back to its sender is rejected.
 from __future__ import annotations
 
 import hmac
+import json
 import secrets
 import socket
 import struct
@@ -76,6 +77,9 @@ class HandshakeServer:
 
 MAX_BYTES = 256 << 20
 """Most bytes of one message's JSON. Longer messages are refused by the sender and by the receiver."""
+
+# hvdlite's messages nest only a few levels deep. Rank 0 could read a deeper one and not send it on to the others.
+_MAX_DEPTH = 64
 
 _TAG_BYTES = 16
 _HEADER = struct.Struct(f">I{_TAG_BYTES}s")
@@ -149,9 +153,23 @@ class Opener(Generic[Message]):
             raise FrameError("a message is not signed with the connection's key, or is out of order")
         self._count += 1
         try:
-            return self._family.decode(data)
+            # This quick count includes brackets in strings; only if it is too high is the real depth measured.
+            is_deeper = data.count(b"[") + data.count(b"{") > _MAX_DEPTH and _is_deeper(json.loads(data), _MAX_DEPTH)
+            message = self._family.decode(data)
         except (ValueError, RecursionError) as error:
             raise FrameError(f"a message is malformed: {error}") from error
+        if is_deeper:
+            raise FrameError(f"a message nests deeper than {_MAX_DEPTH} levels")
+        return message
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    """Whether lists and dicts nest deeper than this many levels; recurses no deeper than that."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        return False
+    return levels == 0 or any(_is_deeper(each, levels - 1) for each in value if isinstance(each, (list, dict)))
 
 
 @dataclass(frozen=True, slots=True)

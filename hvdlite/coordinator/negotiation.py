@@ -80,13 +80,13 @@ class Negotiation:
             pending = queue.add(next(self._ids), ask, rank, now_s)
             self.scene.pending[pending.id_] = pending
         pending.asks[rank] = ask
+        self._id_of[rank, ask.ticket] = pending.id_
         if ask.caller is not None and ask.caller.is_doubtful:
             pending.is_doubtful = True
         if ask.same != pending.first.same and first_difference([pending.first.same, ask.same]) is not None:
             pending.differs = True
             if pending.refusal is None:
                 self._differing[pending.id_] = pending
-        self._id_of[rank, ask.ticket] = pending.id_
         self.stall.asked_at_s = now_s
         self._consider(pending, now_s)
 

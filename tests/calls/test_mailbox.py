@@ -17,6 +17,7 @@ from hvdlite.calls.messages import (
     Go,
     HasFailed,
     Leaving,
+    No,
     Over,
     WaitsIn,
 )
@@ -59,6 +60,10 @@ def changed(frame: bytes) -> bytes:
         (lambda: sealed(b"\xff\xfe"), "malformed"),
         (lambda: sealed(b"[" * 200_000), "malformed"),
         (lambda: sealed(b"[" * 100 + b"]" * 100), "malformed"),
+        (
+            lambda: sealed(b'["ask",1,0,"a",null,"a",[],{},' + b'{"a":' * 70 + b"1" + b"}" * 70 + b",null]"),
+            "nests deeper",
+        ),
         (lambda: sealed(b"{}"), "malformed"),
         (lambda: sealed(b"[]"), "malformed"),
     ],
@@ -66,6 +71,11 @@ def changed(frame: bytes) -> bytes:
 def test_what_the_other_end_has_not_sent_now_is_refused(data, words):
     with pytest.raises(FrameError, match=words):
         Opener(KEY, TO_RANK_0).open(data())
+
+
+def test_brackets_in_words_are_no_depth():
+    message = No(1, "MismatchError", "[" * 1000)
+    assert Opener(KEY, FROM_RANK_0).open(Sealer(KEY, FROM_RANK_0).seal(message)) == [message]
 
 
 def test_a_message_that_is_too_long_is_refused_by_who_would_send_it_and_the_next_one_goes(monkeypatch):
