@@ -12,7 +12,7 @@ them, and within a package its own docstring has the order:
 
     errors < forks < values < faults < signing < environment < log < outside_graphs < debugger < rendezvous < comm
            < shm < calls < coordinator < control < timeline < compression < runtime < ops < buckets < exchanges
-           < steps < updates < optim < elastic < round_trips < balanced_batches < log_to < signal_saver < lightning
+           < steps < updates < optim < elastic < round_trips < balanced_batches < job_log < signal_saver < lightning
            < ray < worker < spark
 
 ``__init__.pyi`` and ``shared_names.pyi`` list the public names, for type checkers and for this module. A name is

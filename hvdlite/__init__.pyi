@@ -21,7 +21,7 @@ from .errors import (
     NotInitializedError as NotInitializedError,
     PeerLostError as PeerLostError,
 )
-from .log_to import JobLog as JobLog, log_to as log_to
+from .job_log import JobLog as JobLog, log_to as log_to
 from .optim.checkpoint import load_checkpoint as load_checkpoint, save_checkpoint as save_checkpoint
 from .runtime.functions import RankPace as RankPace, stragglers as stragglers
 from .runtime.world import init as init, is_homogeneous as is_homogeneous

@@ -95,7 +95,7 @@ def test_the_library_imports_torch_hvdlite_wire_and_the_standard_library_alone()
         "compression.kernels": {"cupy"},
         "bench.ranks": {"psutil"},
         "debugger": {"debugpy"},
-        "log_to": {"psutil"},
+        "job_log": {"psutil"},
         "spark": {"cloudpickle"},
     }
     for module, tree in library().items():

@@ -20,6 +20,12 @@ def test_all_is_sorted_and_every_name_is_there():
     assert all(hasattr(hvd, name) for name in hvd.__all__)
 
 
+def test_no_function_or_class_has_the_name_of_a_module():
+    """Whoever imports `hvdlite.name` first, and threads that do so meanwhile, would find the module in its place."""
+    modules = {path.stem for path in Path(hvd.__file__).parent.iterdir() if path.stem in hvd.__all__}
+    assert {name for name in modules if not inspect.ismodule(getattr(hvd, name))} == set()
+
+
 def test_every_public_function_and_class_has_a_docstring_of_its_own():
     for name in hvd.__all__:
         value = getattr(hvd, name)

@@ -152,7 +152,7 @@ def test_a_worker_that_has_ended_and_is_not_reaped_is_described_as_a_zombie(dire
     assert (described.pid, described.state, described.command) == (ended.pid, "zombie", "")
 
 
-# Reaches its line, and stays there, in the part of a process that a signal does not end.
+# Reaches its line, which says so, and stays there, in the part of a process that a signal does not end.
 STANDS = """
 import os, sys
 from hvdlite_launcher.host.worker_hooks import register
@@ -160,8 +160,7 @@ register()
 if sys.argv[1] == "becomes another":
     os.execvp("sh", ["sh", "-c", "echo; read x"])
 def load():
-    print(flush=True)
-    sys.stdin.readline()
+    print(flush=True); sys.stdin.readline()
 load()
 """
 
@@ -182,7 +181,7 @@ def test_a_program_that_has_not_called_init_has_its_stacks_written_by_what_torch
         facts = collect({0: process.pid}, str(directory))[0]
         assert (facts.pid, facts.can_answer, facts.source) == (process.pid, False, Source.SIGNAL)
         assert facts.libraries
-        assert Frame("<string>", 9, "load") in facts.threads[-1].frames
+        assert Frame("<string>", 8, "load") in facts.threads[-1].frames
     finally:
         process.communicate()
     assert process.returncode == 0
@@ -204,7 +203,7 @@ def test_stacks_that_are_removed_while_they_are_written_leave_the_others_as_they
         ending.communicate()
         staying.communicate()
     assert facts[0].source is Source.NONE
-    assert Frame("<string>", 9, "load") in facts[1].threads[-1].frames
+    assert Frame("<string>", 8, "load") in facts[1].threads[-1].frames
 
 
 def test_a_process_that_has_become_another_program_is_not_ended_by_the_signal(directory):
