@@ -107,15 +107,17 @@ def run(
         raise ValueError(f"spark.run(num_proc={shown(num_proc)}) is not a whole number from 1 on")
     variables = dict(env or {})
     if nics:
-        variables["GLOO_SOCKET_IFNAME"] = variables["NCCL_SOCKET_IFNAME"] = ",".join(nics)
-    named: object = start_timeout
-    if named is None:
+        variables["GLOO_SOCKET_IFNAME"] = variables["NCCL_SOCKET_IFNAME"] = ",".join(
+            [nics] if isinstance(nics, str) else nics
+        )
+    timeout: object = start_timeout
+    if timeout is None:
         variable = SPARK_START_TIMEOUT.given_in(os.environ)
-        named = SPARK_START_TIMEOUT.read(variable) if variable.text else _START_TIMEOUT_S
+        timeout = SPARK_START_TIMEOUT.read(variable) if variable.text else _START_TIMEOUT_S
     call = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
-    job = _Job(context, size, seconds(named, "start_timeout"))
+    job = _Job(context, size, seconds(timeout, "start_timeout"))
     shim = "hvdlite.horovod" in sys.modules
-    return job.run(_Task(call, size, variables, executable, shim))
+    return job.run(_Task(call, variables, executable, shim))
 
 
 class HorovodRunner:
@@ -244,10 +246,9 @@ def _raise_first(outcomes: Sequence[_Outcome]) -> None:
 
 @dataclass(frozen=True)
 class _Task:
-    """A task's side: what all of them need to become ranks. ``call`` is a pickled function with its arguments."""
+    """A task's side: `run` makes the task a rank. ``call`` is the pickled function with its arguments."""
 
     call: bytes
-    size: int
     variables: dict[str, str]
     executable: str | None
     # Whether ``import horovod`` means hvdlite.

@@ -98,6 +98,13 @@ def test_a_variable_that_is_no_number_is_named_and_one_that_is_counts(context, m
         run(train, (1.0,), num_proc=3)
 
 
+@pytest.mark.usefixtures("context")
+@pytest.mark.parametrize(("nics", "names"), [("eth0", "eth0"), (["eth0", "eth1"], "eth0,eth1")])
+def test_network_interfaces_are_those_of_gloo_and_nccl(monkeypatch, nics, names):
+    monkeypatch.setattr("hvdlite.spark._Job.run", lambda self, task: task.variables)
+    assert run(train, nics=nics) == {"GLOO_SOCKET_IFNAME": names, "NCCL_SOCKET_IFNAME": names}
+
+
 def test_without_a_session_or_with_nonsense_for_ranks_the_error_says_so(monkeypatch):
     stand_in_spark.install(monkeypatch, None)
     with pytest.raises(RuntimeError, match="Could not find an active SparkContext"):
